@@ -17,13 +17,13 @@ from hf_rocm.architectures import least_of_cards
 
 @pytest.fixture
 def rocm(monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Simulate a ROCm torch with an MI300X and a Radeon. Returns the list of queried devices."""
+    """Simulate a ROCm torch with an MI300X and a Radeon. Returns the list of queried device indices."""
     requested: list[object] = []
     names = {0: "gfx942:sramecc+:xnack-", 1: "gfx1100"}
 
-    def properties(which: torch.device) -> SimpleNamespace:
-        requested.append(which.index)
-        return SimpleNamespace(gcnArchName=names[which.index])
+    def properties(gpu: torch.device) -> SimpleNamespace:
+        requested.append(gpu.index)
+        return SimpleNamespace(gcnArchName=names[gpu.index])
 
     monkeypatch.setattr(torch.version, "hip", "7.2")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -74,20 +74,20 @@ GIB = 2**30
 def shared(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Returns a function that simulates a GPU and a host with given amounts of memory (GiB)."""
 
-    def pretend(
+    def simulate(
         arch: str, flag: int | None, *, total: float, free: float, host: float, available: float, carved: float
     ) -> None:
-        messages = {} if flag is None else {"is_integrated": flag}
-        properties = SimpleNamespace(gcnArchName=arch, total_memory=int(total * GIB), **messages)
+        flags = {} if flag is None else {"is_integrated": flag}
+        properties = SimpleNamespace(gcnArchName=arch, total_memory=int(total * GIB), **flags)
         monkeypatch.setattr(torch.version, "hip", "7.13")
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda which: properties)
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda which: (int(free * GIB), int(total * GIB)))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: properties)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (int(free * GIB), int(total * GIB)))
         monkeypatch.setattr(device, "available", lambda: int(available * GIB))
         monkeypatch.setattr(device, "_host_memory", lambda: int(host * GIB))
         monkeypatch.setattr(device, "_carved_out", lambda: int(carved * GIB))
         device.describe.cache_clear()
 
-    yield pretend  # type: ignore[misc]
+    yield simulate  # type: ignore[misc]
     device.describe.cache_clear()
 
 

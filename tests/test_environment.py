@@ -27,13 +27,13 @@ def settings(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
 
-    def call(*, hip: str | None = "7.2", users: dict[str, str] | None = None, **actual: object):
-        for name, value in (users or {}).items():
+    def call(*, hip: str | None = "7.2", user_settings: dict[str, str] | None = None, **actual: object):
+        for name, value in (user_settings or {}).items():
             monkeypatch.setenv(name, value)
         monkeypatch.setattr(environment, "torch_facts", lambda: TorchFacts("", "2.11.0", hip, None))
-        text = hf_rocm.setup_environment(**actual)
+        lines = hf_rocm.setup_environment(**actual)
         result = hf_rocm.options.environment()
-        return text, {name: result[name] for name in environment.ALLOCATOR if result.get(name)}
+        return lines, {name: result[name] for name in environment.ALLOCATOR if result.get(name)}
 
     return call
 
@@ -46,38 +46,44 @@ def test_settings_that_are_not_strings_are_refused(settings, allocator) -> None:
 
 
 def test_the_allocators_setting_is_written_to_the_variable_that_all_releases_read(settings) -> None:
-    text, result = settings(allocator="expandable_segments:True")
+    lines, result = settings(allocator="expandable_segments:True")
     assert result == {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    assert text == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
+    assert lines == ["PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"]
 
 
 def test_without_arguments_nothing_changes(settings) -> None:
     assert settings() == ([], {})
 
 
-@pytest.mark.parametrize("users", [None, {"PYTORCH_HIP_ALLOC_CONF": BOTH}])
-def test_on_rocm_max_split_size_is_removed_if_segments_are_expandable(settings, users: dict[str, str] | None) -> None:
-    text, result = settings(allocator=None if users else BOTH, users=users)
+@pytest.mark.parametrize("user_settings", [None, {"PYTORCH_HIP_ALLOC_CONF": BOTH}])
+def test_on_rocm_max_split_size_is_removed_if_segments_are_expandable(
+    settings, user_settings: dict[str, str] | None
+) -> None:
+    lines, result = settings(allocator=None if user_settings else BOTH, user_settings=user_settings)
     assert list(result.values()) == ["expandable_segments:True"]
-    assert "expandable_segments:True" in text[0]
+    assert "expandable_segments:True" in lines[0]
 
 
 def test_on_other_builds_incompatible_settings_are_unchanged(settings) -> None:
     assert settings(hip=None, allocator=BOTH)[1] == {"PYTORCH_CUDA_ALLOC_CONF": BOTH}
 
 
-@pytest.mark.parametrize("fine", ["max_split_size_mb:128", "expandable_segments:False,max_split_size_mb:128"])
-def test_compatible_settings_are_unchanged(settings, fine: str) -> None:
-    assert settings(allocator=fine)[1] == {"PYTORCH_CUDA_ALLOC_CONF": fine}
+@pytest.mark.parametrize("setting", ["max_split_size_mb:128", "expandable_segments:False,max_split_size_mb:128"])
+def test_compatible_settings_are_unchanged(settings, setting: str) -> None:
+    assert settings(allocator=setting)[1] == {"PYTORCH_CUDA_ALLOC_CONF": setting}
 
 
 def test_the_users_setting_has_precedence_and_is_reported(settings) -> None:
-    text, result = settings(allocator="expandable_segments:True", users={"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"})
+    lines, result = settings(
+        allocator="expandable_segments:True", user_settings={"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
+    )
     assert result == {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}
-    assert text == ["PYTORCH_ALLOC_CONF=max_split_size_mb:64 in the environment overrides expandable_segments:True"]
+    assert lines == ["PYTORCH_ALLOC_CONF=max_split_size_mb:64 in the environment overrides expandable_segments:True"]
 
 
-def test_a_late_change_is_an_error_unless_it_is_the_same(settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_after_the_first_use_is_an_error_unless_the_setting_is_the_same(
+    settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings(allocator="expandable_segments:True")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert settings(allocator="expandable_segments:True")[0] == []
@@ -98,8 +104,8 @@ def test_flags_that_the_build_lacks_are_skipped(monkeypatch: pytest.MonkeyPatch)
         """The GEMM settings of a build that lacks the flag."""
 
     monkeypatch.setattr(torch.backends.cuda, "matmul", Bare())
-    text = hf_rocm.setup_environment(tf32=torch.backends.cudnn.allow_tf32)
-    assert text[0].startswith("skipped torch.backends.cuda.matmul.allow_tf32: ")
+    lines = hf_rocm.setup_environment(tf32=torch.backends.cudnn.allow_tf32)
+    assert lines[0].startswith("skipped torch.backends.cuda.matmul.allow_tf32: ")
     assert not hasattr(torch.backends.cuda.matmul, "allow_tf32")
 
 

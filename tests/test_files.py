@@ -67,11 +67,11 @@ def test_an_output_keeps_its_owner(tmp_path):
     assert (status.st_uid, status.st_gid) == (4711, 4712)
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_an_output_is_written_to_the_target_of_a_link(tmp_path, there):
+@pytest.mark.parametrize("exists", [True, False])
+def test_an_output_is_written_to_the_target_of_a_link(tmp_path, exists):
     (tmp_path / "folder").mkdir()
     target, link = tmp_path / "folder" / "target", tmp_path / "link"
-    if there:
+    if exists:
         target.write_text("old")
     link.symlink_to("folder/target")
     files.write_output(link, "new")
@@ -134,14 +134,14 @@ def test_a_block_device_is_refused_as_output(tmp_path, monkeypatch):
         files.check_output(tmp_path / "disk")
 
 
-@pytest.mark.parametrize("at", ["write_bytes", "replace"])
-def test_a_failure_leaves_the_old_content_and_no_temporary_file(tmp_path, monkeypatch, at):
+@pytest.mark.parametrize("method", ["write_bytes", "replace"])
+def test_a_failure_leaves_the_old_content_and_no_temporary_file(tmp_path, monkeypatch, method):
     files.write(tmp_path / "file", "old")
 
     def full(*arguments):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(f"pathlib.Path.{at}", full)
+    monkeypatch.setattr(f"pathlib.Path.{method}", full)
     with pytest.raises(OSError, match="No space left"):
         files.write(tmp_path / "file", "new")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("file", "old")]

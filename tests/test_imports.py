@@ -97,8 +97,8 @@ def test_packages_import_downwards_only() -> None:
 
 
 def test_no_module_imports_itself_through_others() -> None:
-    circles = list(_circles(_graph(_trees())))
-    assert not circles, [sorted(map(_short, circle)) for circle in circles]
+    cycles = list(_cycles(_graph(_trees())))
+    assert not cycles, [sorted(map(_short, cycle)) for cycle in cycles]
 
 
 def test_only_tools_and_the_command_line_import_tools() -> None:
@@ -113,7 +113,7 @@ def test_only_tools_and_the_command_line_import_tools() -> None:
 
 def test_import_cycles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"f"}, "f": {"e"}}
-    assert sorted(map(sorted, _circles(graph))) == [["a", "b", "c"], ["e", "f"]]
+    assert sorted(map(sorted, _cycles(graph))) == [["a", "b", "c"], ["e", "f"]]
 
 
 def test_imports_for_type_checkers_close_cycles() -> None:
@@ -122,7 +122,7 @@ def test_imports_for_type_checkers_close_cycles() -> None:
         "hf_rocm.kernels": "if TYPE_CHECKING:\n    from hf_rocm.norm import NormSpec",
     }
     trees = [(name, ast.parse(source)) for name, source in sources.items()]
-    assert list(_circles(_graph(trees))) == [set(sources)]
+    assert list(_cycles(_graph(trees))) == [set(sources)]
 
 
 def test_ops_import_neither_weights_nor_what_builds_on_them() -> None:
@@ -288,14 +288,14 @@ def _graph(trees: list[tuple[str, ast.Module]]) -> dict[str, set[str]]:
     return graph
 
 
-def _circles(graph: dict[str, set[str]]) -> Iterator[set[str]]:
+def _cycles(graph: dict[str, set[str]]) -> Iterator[set[str]]:
     """Groups of modules that import each other."""
     reached = {start: _reachable(graph, start) for start in graph}
     waiting = {module for module in graph if module in reached[module]}
     while waiting:
-        circle = {other for other in reached[min(waiting)] if min(waiting) in reached[other]}
-        waiting -= circle
-        yield circle
+        cycle = {other for other in reached[min(waiting)] if min(waiting) in reached[other]}
+        waiting -= cycle
+        yield cycle
 
 
 def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:

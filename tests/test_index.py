@@ -42,14 +42,14 @@ def test_the_index_is_sorted_and_its_files_exist() -> None:
 
 
 def test_the_index_lists_only_modules_without_their_own_test_file() -> None:
-    named = {
+    redundant = {
         module
         for group in index()
         for name in group["modules"]
         for module, path in modules().items()
         if matches(name, module) and mirrored(path)
     }
-    assert not named, f"remove from tests/index.toml: {sorted(named)}"
+    assert not redundant, f"remove from tests/index.toml: {sorted(redundant)}"
 
 
 def covering(module: str, path: Path) -> set[str]:
@@ -79,11 +79,11 @@ def matches(listed: str, module: str) -> bool:
 @cache
 def modules() -> dict[str, Path]:
     """Every module with code, by its dotted name. An __init__.py with only a docstring is omitted."""
-    named = {}
+    result = {}
     for path in sorted((ROOT / "hf_rocm").rglob("*.py")):
         if any(not isinstance(statement, ast.Expr) for statement in ast.parse(path.read_bytes()).body):
-            named[re.sub(r"\.__init__$", "", ".".join(path.relative_to(ROOT).with_suffix("").parts))] = path
-    return named
+            result[re.sub(r"\.__init__$", "", ".".join(path.relative_to(ROOT).with_suffix("").parts))] = path
+    return result
 
 
 @cache

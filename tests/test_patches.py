@@ -117,7 +117,7 @@ def test_inherited_attributes_are_inherited_again(owner):
 def test_static_methods_modules_and_entries_are_restored(owner):
     module, table = types.ModuleType("somewhere"), {"first": 1, "second": 2}
     module.function = stock = len
-    result = vars(owner)["free"]
+    stock_free = vars(owner)["free"]
     with patches.applied(
         Change(owner, "free", lambda change: staticmethod(lambda: ["a", *change.call_of(owner)()])),
         Change(module, "function", lambda change: lambda x: change.original(x) + 1),
@@ -127,7 +127,7 @@ def test_static_methods_modules_and_entries_are_restored(owner):
     ):
         assert owner.free() == ["a", "free"] and module.function("ab") == 3 and module.added == 3
         assert table == {"first": 10, "second": 2, "third": 30}
-    assert vars(owner)["free"] is result and module.function is stock and not hasattr(module, "added")
+    assert vars(owner)["free"] is stock_free and module.function is stock and not hasattr(module, "added")
     assert list(table.items()) == [("first", 1), ("second", 2)]
 
 
@@ -300,7 +300,7 @@ class Stack(RuleBasedStateMachine):
         self.users = [User() for _ in range(3)]
         self.needs = [set() for _ in self.users]
         # (label, wrapper, previous attribute) in the order of installation.
-        self.theirs = []
+        self.wrappers = []
         self.orderly, self.count = True, 0
 
     @rule(user=st.integers(0, 2), keys=st.sets(st.sampled_from("abc"), min_size=1))
@@ -328,13 +328,13 @@ class Stack(RuleBasedStateMachine):
         own, self.count = vars(self.owner).get("method", ABSENT), self.count + 1
         function, label = self.owner.method, f"theirs{self.count}"
         self.owner.method = wrapper = lambda object: [label, *function(object)]
-        self.theirs.append((label, wrapper, own))
+        self.wrappers.append((label, wrapper, own))
 
     @rule(index=st.integers(0, 5))
     def unwrap(self, index):
         """Restore the previous attribute unconditionally, as monkeypatch does."""
-        if self.theirs:
-            _, wrapper, before = self.theirs.pop(index % len(self.theirs))
+        if self.wrappers:
+            _, wrapper, before = self.wrappers.pop(index % len(self.wrappers))
             self.orderly = self.orderly and vars(self.owner).get("method") is wrapper
             if before is ABSENT:
                 if "method" in vars(self.owner):
@@ -343,7 +343,7 @@ class Stack(RuleBasedStateMachine):
                 self.owner.method = before
 
     @invariant()
-    def only_what_is_needed_acts(self):
+    def only_needed_changes_are_live(self):
         if not hasattr(self, "owner"):
             return
         labels = self.owner().method()
@@ -354,7 +354,7 @@ class Stack(RuleBasedStateMachine):
         if self.orderly:
             assert set(changed) == needed
             assert [label for label in labels if label.startswith("theirs")] == [
-                their[0] for their in self.theirs[::-1]
+                entry[0] for entry in self.wrappers[::-1]
             ]
 
     def teardown(self):
@@ -362,8 +362,8 @@ class Stack(RuleBasedStateMachine):
             return
         for user in self.users:
             patches.release(user)
-        while self.theirs:
-            self.unwrap(len(self.theirs) - 1)
+        while self.wrappers:
+            self.unwrap(len(self.wrappers) - 1)
         patches.sweep()
         own = vars(self.owner).get("method", ABSENT)
         assert own is self.stock or (not self.orderly and "labelled" not in own.__qualname__)

@@ -42,11 +42,11 @@ def recording(request: pytest.FixtureRequest) -> bool:
 
 @pytest.mark.parametrize("section", STATIC)
 def test_the_interface_equals_the_record(section: str, recording: bool) -> None:
-    now = json.loads(json.dumps(STATIC[section]()))
-    assert now
+    current = json.loads(json.dumps(STATIC[section]()))
+    assert current
     if recording:
-        public_interface.save(section, now)
-    differences = public_interface.differences(public_interface.load()[section], now)
+        public_interface.save(section, current)
+    differences = public_interface.differences(public_interface.load()[section], current)
     assert not differences, "\n".join(differences)
 
 
@@ -90,11 +90,11 @@ def compare(recording: bool) -> Callable[..., None]:
         for _, data in outputs:
             for path, types in public_interface.shape(data).items():
                 shapes.setdefault(path, set()).update(types)
-        now = {path: sorted(types) for path, types in shapes.items()}
+        current = {path: sorted(types) for path, types in shapes.items()}
         section = f"output of {command} --json"
         if recording:
-            public_interface.save(section, now)
-        differences = public_interface.differences(public_interface.load()[section], now)
+            public_interface.save(section, current)
+        differences = public_interface.differences(public_interface.load()[section], current)
         assert not differences, "\n".join(differences)
 
     return compare
@@ -106,20 +106,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_installing_overlays(site: Site, run: Run, compare: Callable[..., None]) -> None:
-    where = ("--transformers-path", site.path)
+    path_option = ("--transformers-path", site.path)
     changed = site.model("bert")
     before = changed.read_bytes()
     changed.write_bytes(before + b" ")
-    refused, unknown = run("install-overlays", *where), run("install-overlays", "mistrall", *where)
+    refused, unknown = run("install-overlays", *path_option), run("install-overlays", "mistrall", *path_option)
     changed.write_bytes(before)
-    planned, done = run("install-overlays", "--dry-run", *where), run("install-overlays", *where)
+    planned, done = run("install-overlays", "--dry-run", *path_option), run("install-overlays", *path_option)
     compare("install-overlays", refused, unknown, planned, done)
-    shown, different = run("status", *where), run("status", "--diff", "llama", *where)
+    shown, different = run("status", *path_option), run("status", "--diff", "llama", *path_option)
     changed.write_bytes(changed.read_bytes() + b" ")
-    compare("status", shown, different, run("status", *where))
-    compare("status --record", run("status", "--record", *where))
-    refused = run("uninstall-overlays", *where)
-    compare("uninstall-overlays", refused, run("uninstall-overlays", "llama", *where))
+    compare("status", shown, different, run("status", *path_option))
+    compare("status --record", run("status", "--record", *path_option))
+    refused = run("uninstall-overlays", *path_option)
+    compare("uninstall-overlays", refused, run("uninstall-overlays", "llama", *path_option))
 
 
 def test_check_version(site: Site, run: Run, compare: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,16 +170,16 @@ def test_explain_and_warmup(checkpoint: Path, run: Run, compare: Callable[..., N
 def test_quantize(tiny_checkpoint: Path, tmp_path: Path, run: Run, compare: Callable[..., None]) -> None:
     text = tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
-    how = ("--kind", "int8", "--force", "--device", "cpu", "--text", text)
-    compare("quantize", run("quantize", tiny_checkpoint, *how))
+    options = ("--kind", "int8", "--force", "--device", "cpu", "--text", text)
+    compare("quantize", run("quantize", tiny_checkpoint, *options))
 
 
 def test_verify(tiny_checkpoint: Path, tmp_path: Path, run: Run, compare: Callable[..., None]) -> None:
     golden = tmp_path / "golden"
-    how = ("verify", tiny_checkpoint, "--device", "cpu", "--quick")
-    recorded = run(*how, "--save-golden", golden)
+    options = ("verify", tiny_checkpoint, "--device", "cpu", "--quick")
+    recorded = run(*options, "--save-golden", golden)
     compare("verify --save-golden", recorded)
-    compare("verify", run(*how, "--force", "--golden", golden))
+    compare("verify", run(*options, "--force", "--golden", golden))
 
 
 def test_bench(run: Run, compare: Callable[..., None]) -> None:
@@ -219,9 +219,9 @@ def test_exit_codes(site: Site, capsys: pytest.CaptureFixture[str], monkeypatch:
     """Exit codes are 0 (done), 1 (refused), 2 (usage), 3 (a bug), and 128 + n (signal n)."""
     from hf_rocm.overlay.install import Interrupted
 
-    where = ["--transformers-path", str(site.path)]
-    assert main(["status", *where]) == 0
-    assert main(["status", "mistrall", *where]) == 1
+    path_option = ["--transformers-path", str(site.path)]
+    assert main(["status", *path_option]) == 0
+    assert main(["status", "mistrall", *path_option]) == 1
     assert main(["status", "--nonsense"]) == 2
 
     def fails_with(error: BaseException) -> Callable[..., None]:
@@ -231,6 +231,6 @@ def test_exit_codes(site: Site, capsys: pytest.CaptureFixture[str], monkeypatch:
         return broken
 
     monkeypatch.setattr("hf_rocm.overlay.commands.survey", fails_with(ZeroDivisionError()))
-    assert main(["status", *where]) == 3
+    assert main(["status", *path_option]) == 3
     monkeypatch.setattr("hf_rocm.overlay.commands.survey", fails_with(Interrupted(15)))
-    assert main(["status", *where]) == 128 + 15
+    assert main(["status", *path_option]) == 128 + 15

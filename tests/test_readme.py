@@ -47,7 +47,7 @@ def test_commands_that_install_hf_rocm_select_a_release_that_was_checked(page: s
 
 
 def test_every_named_script_exists_and_is_executable() -> None:
-    named = set(re.findall(r"scripts/[\w-]+", README))
-    assert {"scripts/demo", "scripts/test", "scripts/check"} <= named
-    for script in named:
+    scripts = set(re.findall(r"scripts/[\w-]+", README))
+    assert {"scripts/demo", "scripts/test", "scripts/check"} <= scripts
+    for script in scripts:
         assert (ROOT / script).stat().st_mode & 0o111, script

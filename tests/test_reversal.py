@@ -143,7 +143,7 @@ def test_transformers_stop_check_is_replaced_only_within_a_call():
         pytest.skip("this release has no DeferredStopCheck")
     seen = []
 
-    class Looking(transformers.LogitsProcessor):
+    class Observer(transformers.LogitsProcessor):
         __module__ = "transformers.somewhere"
 
         def __call__(self, ids, scores):
@@ -151,7 +151,7 @@ def test_transformers_stop_check_is_replaced_only_within_a_call():
             return scores
 
     model = hf_rocm.prepare(copy.deepcopy(World.models["llama"]), force=True, graphs=True)
-    processors = transformers.LogitsProcessorList([Looking()])
+    processors = transformers.LogitsProcessorList([Observer()])
     model.generate(IDS, max_new_tokens=2, do_sample=False, logits_processor=processors)
     assert any(any(name.endswith("DeferredStopCheck.is_supported") for name in names) for names in seen)
     hf_rocm.restore(model)
@@ -182,7 +182,7 @@ class Reversal(RuleBasedStateMachine):
     def start(self):
         self.models, self.wrappers, self.blocks, self.calls = [], [], [], 0
 
-    def some(self, index):
+    def entry_at(self, index):
         return self.models[index % len(self.models)]
 
     @precondition(lambda self: len(self.models) < 3)
@@ -196,21 +196,21 @@ class Reversal(RuleBasedStateMachine):
     @precondition(lambda self: self.models)
     @rule(index=st.integers(0, 5), graphs=st.sampled_from([None, False]), backend=st.sampled_from([None, "auto"]))
     def prepare(self, index, graphs, backend):
-        hf_rocm.prepare(self.some(index)[1], force=True, graphs=graphs, linear_backend=backend)
+        hf_rocm.prepare(self.entry_at(index)[1], force=True, graphs=graphs, linear_backend=backend)
 
     @precondition(lambda self: self.models)
     @rule(index=st.integers(0, 5))
     def generate(self, index):
-        kind, model, exact = self.some(index)
+        kind, model, exact = self.entry_at(index)
         # Compiling takes seconds and has a separate test.
         if not getattr(model, "_compiled_call_impl", None):
-            made = tokens_of(model)
-            assert not exact or torch.equal(made, World.expected[kind])
+            tokens = tokens_of(model)
+            assert not exact or torch.equal(tokens, World.expected[kind])
 
     @precondition(lambda self: self.models)
     @rule(index=st.integers(0, 5))
     def quantize(self, index):
-        entry = self.some(index)
+        entry = self.entry_at(index)
         try:
             hf_rocm.quantize(entry[1], "int8", keep="cpu", force=True)
         except HfRocmError:
@@ -221,24 +221,24 @@ class Reversal(RuleBasedStateMachine):
     @precondition(lambda self: self.models)
     @rule(index=st.integers(0, 5))
     def compile(self, index):
-        hf_rocm.compile(self.some(index)[1], force=True, backend="eager")
+        hf_rocm.compile(self.entry_at(index)[1], force=True, backend="eager")
 
     @precondition(lambda self: self.models)
     @rule(index=st.integers(0, 5))
     def route(self, index):
-        hf_rocm.route_linear(self.some(index)[1], force=True)
+        hf_rocm.route_linear(self.entry_at(index)[1], force=True)
 
     @precondition(lambda self: len(self.models) in (1, 2))
     @rule(index=st.integers(0, 5), duplicate=st.sampled_from([copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]))
     def copy(self, index, duplicate):
-        kind, model, exact = self.some(index)
+        kind, model, exact = self.entry_at(index)
         if not getattr(model, "_compiled_call_impl", None):
             self.models.append([kind, duplicate(model), exact])
 
     @precondition(lambda self: self.models)
     @rule(index=st.integers(0, 5))
     def restore(self, index):
-        entry = self.some(index)
+        entry = self.entry_at(index)
         hf_rocm.restore(entry[1])
         entry[2] = True
 
@@ -307,7 +307,7 @@ class Reversal(RuleBasedStateMachine):
                 setattr(owner, name, before)
 
     @invariant()
-    def their_wrappers_work(self):
+    def wrappers_of_other_libraries_work(self):
         for owner, name, _, wrapper in getattr(self, "wrappers", ()):
             if owner is nn.Linear and vars(owner)[name] is wrapper:
                 before = self.calls

@@ -21,16 +21,16 @@ def test_rounded_runs_are_computed_only_if_the_eager_run_is_not_enough():
     def run(error, dtype=torch.float32):
         return {part: (value * (1 + error)).to(dtype) for part, value in expected.items()}
 
-    made = []
+    computed = []
 
     def rounded():
         for error in (1e-5, 4e-5):
-            made.append(error)
+            computed.append(error)
             yield run(error, torch.float64)
 
     assert_run_as_good_as_eager(run(1e-6), run(1e-6), expected, rounded=rounded())
-    assert made == []
+    assert computed == []
     assert_run_as_good_as_eager(run(6e-5), run(1e-6), expected, rounded=rounded())
-    assert made == [1e-5, 4e-5]
+    assert computed == [1e-5, 4e-5]
     with pytest.raises(AssertionError, match="exceeds 8"):
         assert_run_as_good_as_eager(run(1e-4), run(1e-6), expected, rounded=rounded())

@@ -59,8 +59,8 @@ def assert_run_as_good_as_eager(
     floor = least * max(value.abs().max().item() for value in expected.values())
     scales = {part: max(value.abs().max().item(), floor) or 1.0 for part, value in expected.items()}
 
-    def error(of: torch.Tensor, part: str) -> float:
-        return (of.double() - expected[part]).abs().max().item() / scales[part]
+    def error(output: torch.Tensor, part: str) -> float:
+        return (output.double() - expected[part]).abs().max().item() / scales[part]
 
     for part, value in actual.items():
         assert value.shape == expected[part].shape and value.dtype == eager[part].dtype, part

@@ -41,7 +41,7 @@ class Trained:
         return tokens
 
 
-def generates_stocks_tokens(trained: Trained, new: int = NEW) -> tuple[Any, set[str]]:
+def check_greedy_tokens(trained: Trained, new: int = NEW) -> tuple[Any, set[str]]:
     """Check the greedy tokens. Returns the prepared model, and the operations that the Triton tier served."""
     prepared = trained.prepared()
     with torch.no_grad(), ops.recording() as routes:
@@ -52,7 +52,7 @@ def generates_stocks_tokens(trained: Trained, new: int = NEW) -> tuple[Any, set[
 
 
 @torch.inference_mode()
-def judges_tokens_as_well_as_eager(trained: Trained, dtype: torch.dtype = torch.bfloat16) -> set[str]:
+def check_logits(trained: Trained, dtype: torch.dtype = torch.bfloat16) -> set[str]:
     """Check that teacher-forced logits in `dtype` are as accurate as eager's.
 
     Returns the operations that the Triton tier served.
@@ -60,8 +60,8 @@ def judges_tokens_as_well_as_eager(trained: Trained, dtype: torch.dtype = torch.
     text = trained.greedy(trained.stock(), new=60)
 
     def logits(model: Any) -> Tensor:
-        judged: Tensor = model(input_ids=text).logits
-        return judged
+        output: Tensor = model(input_ids=text).logits
+        return output
 
     with ops.recording() as routes:
         actual = logits(trained.prepared(dtype))

@@ -60,12 +60,12 @@ def test_tuning_saves_its_results_and_is_not_repeated(fake_aiter, rocm, tmp_path
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert "nothing to do: all shapes are already tuned" in out and out.count("tuned\n") >= 2
-    fake.how.write_text("some")
+    fake.behaviour.write_text("some")
     assert main([*arguments, "--again", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["result"]["tuned"] == 1
     assert "note: no kernel was found for 1 shape; see " in captured.err
-    fake.how.write_text("fails")
+    fake.behaviour.write_text("fails")
     assert main([*arguments, "--again"]) == 1
     assert "last line  RuntimeError: no GPU" in capsys.readouterr().err
 

@@ -138,7 +138,7 @@ def test_the_python_interface_refuses_an_unwritable_golden_file_before_the_run(t
 
 
 def test_a_fault_causes_exit_code_1_and_its_layer_is_named(tiny_checkpoint, golden, capsys):
-    with faults.instead("rope", faults.first_rows_positions):
+    with faults.replaced("rope", faults.first_rows_positions):
         assert verify(tiny_checkpoint, "--force", "--golden", golden) == 1
     out = capsys.readouterr().out
     assert re.search(r"^padded batch +failed", out, re.M) and "golden padded batch" in out

@@ -19,7 +19,7 @@ from transformers import LlamaForCausalLM
 import hf_rocm
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights import models
-from tests.weights.models import GROUPS, IDS, assert_same_results, blocks, follows, live, logits
+from tests.weights.models import GROUPS, IDS, assert_matches_stock, assert_same_results, blocks, live, logits
 
 PROMPTS = [[3, 1, 4], [1, 5, 9], [2, 6, 5], [3, 5, 8], [9, 7, 9]]
 
@@ -54,14 +54,14 @@ def prompts_are_split(checkpoint: str, folder: Path) -> None:
         texts = gather_object([tokens(model, prompt) for prompt in share])
     stock = LlamaForCausalLM.from_pretrained(checkpoint).eval()
     assert texts == [tokens(stock, prompt) for prompt in PROMPTS]
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 def wrapped_and_unwrapped(checkpoint: str, folder: Path) -> None:
     model, accelerator = prepared(checkpoint), Accelerator(cpu=True)
     wrapped, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
     assert type(wrapped) is DistributedDataParallel and accelerator.unwrap_model(wrapped) is model
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
     before = logits(model)
     accelerator.save_state(folder / "state")
     loss = wrapped(IDS, labels=IDS, use_cache=False).loss
@@ -69,7 +69,7 @@ def wrapped_and_unwrapped(checkpoint: str, folder: Path) -> None:
     optimizer.step()
     assert not torch.allclose(logits(model), before)
     # The fused groups have the updated weights.
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
     accelerator.save_model(wrapped, folder / "model")
     if accelerator.is_main_process:
         model.config.save_pretrained(folder / "model")
@@ -79,7 +79,7 @@ def wrapped_and_unwrapped(checkpoint: str, folder: Path) -> None:
     assert_same_results(reloaded, stock)
     accelerator.load_state(folder / "state")
     torch.testing.assert_close(logits(model), before)
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 def mixed_precision(checkpoint: str, folder: Path) -> None:
@@ -93,7 +93,7 @@ def mixed_precision(checkpoint: str, folder: Path) -> None:
     assert_as_good_as_eager(actual, eager, logits(models.build().double()))
     assert accelerator.unwrap_model(wrapped[0], keep_fp32_wrapper=False) is model
     assert blocks(model) == GROUPS
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 if __name__ == "__main__":

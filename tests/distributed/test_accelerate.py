@@ -20,7 +20,7 @@ from hf_rocm.weights.fuse import why_not
 from tests.distributed import launch
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights import models
-from tests.weights.models import IDS, assert_same_results, follows, live, logits
+from tests.weights.models import IDS, assert_matches_stock, assert_same_results, live, logits
 
 LAYERS = 3
 GROUPS = 2 * LAYERS
@@ -245,10 +245,10 @@ def test_a_prepared_model_can_be_dispatched_and_restored(model, stock, tmp_path,
     for variant in (model, stock):
         remove_hook_from_submodules(variant)
     assert not hooks(model)
-    follows(model, groups, twin=build())
+    assert_matches_stock(model, groups, twin=build())
     assert ("were replaced or moved after fusing" in hf_rocm.explain(model).details()) is (groups < GROUPS)
     hf_rocm.prepare(model, force=True)
-    follows(model, GROUPS, twin=build())
+    assert_matches_stock(model, GROUPS, twin=build())
     hf_rocm.restore(model)
     assert live(model) == 0
     assert_same_results(model, stock)
@@ -285,4 +285,4 @@ def test_a_user_hook_runs_in_addition_to_accelerates(model, stock):
     with torch.no_grad():
         assert "run by a hook (SequentialHook)" in why_not(model.model.layers[1].mlp, ("gate_proj", "up_proj"))
     remove_hook_from_submodules(model)
-    follows(model, GROUPS, twin=build())
+    assert_matches_stock(model, GROUPS, twin=build())

@@ -21,7 +21,7 @@ from hf_rocm import ops
 from tests.generation.conftest import make
 from tests.tolerance import assert_run_as_good_as_eager
 from tests.weights import models
-from tests.weights.models import GROUPS, assert_same_results, follows, logits
+from tests.weights.models import GROUPS, assert_matches_stock, assert_same_results, logits
 
 
 def run(checks: tuple[Callable[[Path], None], ...], folder: str) -> None:
@@ -136,7 +136,7 @@ def adapters(folder: Path) -> None:
     assert all("lora" in name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
     merged = adapted.merge_and_unload()
     merged.eval().requires_grad_(False)
-    follows(hf_rocm.prepare(merged, force=True), GROUPS)
+    assert_matches_stock(hf_rocm.prepare(merged, force=True), GROUPS)
 
 
 def trained_and_evaluated(folder: Path) -> None:
@@ -155,7 +155,7 @@ def trained_and_evaluated(folder: Path) -> None:
             optimizer.step()
         wrapped.eval()
     assert "while gradients are" in hf_rocm.explain(prepared).details()
-    follows(prepared, GROUPS)
+    assert_matches_stock(prepared, GROUPS)
     assert not torch.allclose(logits(prepared), before, atol=0.1)
     with torch.no_grad(), ops.recording() as routes:
         wrapped = DistributedDataParallel(prepared)

@@ -6,7 +6,7 @@ import pytest
 
 from tests.conftest import train_tiny
 from tests.generation.conftest import counted
-from tests.trained import KERNELS, NEW, Trained, generates_stocks_tokens, judges_tokens_as_well_as_eager
+from tests.trained import KERNELS, NEW, Trained, check_greedy_tokens, check_logits
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ def trained(tmp_path_factory):
 
 
 def test_512_greedy_tokens_equal_stock(trained):
-    prepared, served = generates_stocks_tokens(trained)
+    prepared, served = check_greedy_tokens(trained)
     recorded, replayed = counted(prepared)
     assert recorded > 0 and replayed >= NEW - 4 * recorded
     # On a GPU, fp32 attention is left to PyTorch.
@@ -27,4 +27,4 @@ def test_512_greedy_tokens_equal_stock(trained):
 
 
 def test_bf16_predictions_are_as_good_as_those_of_eager(trained):
-    assert judges_tokens_as_well_as_eager(trained) >= KERNELS
+    assert check_logits(trained) >= KERNELS

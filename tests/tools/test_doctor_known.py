@@ -77,8 +77,8 @@ def test_releases_that_break_graph_replays_are_reported(
     assert [finding.check for finding in shown] == ["graphs"] * reported
     if reported:
         assert gfx in shown[0].what and "HF_ROCM_GRAPHS=0" in shown[0].fix
-        off = applied(replace(facts, environment={"HF_ROCM_GRAPHS": "0"}))
-        assert [finding.level.value for finding in off] == ["ok"]
+        disabled = applied(replace(facts, environment={"HF_ROCM_GRAPHS": "0"}))
+        assert [finding.level.value for finding in disabled] == ["ok"]
 
 
 def test_recommended_builds_of_torch_avoid_broken_graph_replays() -> None:
@@ -152,8 +152,8 @@ def test_bitsandbytes_is_checked_by_its_results(good: Facts) -> None:
     ],
 )
 def test_a_slow_or_crashing_conv3d_is_reported(good: Facts, result: TaskResult, level: str) -> None:
-    named = ModelFacts("org/qwen-vl", conv3d=True)
-    facts = replace(good, model=named, patch_embedding=result)
+    model = ModelFacts("org/qwen-vl", conv3d=True)
+    facts = replace(good, model=model, patch_embedding=result)
     (finding,) = applied(facts)
     assert (finding.level.value, finding.check) == (level, "patch-embedding")
     if level != "ok":
@@ -163,11 +163,11 @@ def test_a_slow_or_crashing_conv3d_is_reported(good: Facts, result: TaskResult, 
 def test_a_model_with_a_conv3d_is_recognised_and_its_conv3d_is_run(tmp_path: Path, good: Facts) -> None:
     config = {"model_type": "qwen3_vl", "vision_config": {"temporal_patch_size": 2}, "text_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    named = model_facts(str(tmp_path), cache=tmp_path, memory=None)
-    assert named.conv3d and not named.sinks
+    model = model_facts(str(tmp_path), cache=tmp_path, memory=None)
+    assert model.conv3d and not model.sinks
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
-    named = model_facts(str(tmp_path), cache=tmp_path, memory=None)
-    assert named.sinks and not named.conv3d
+    model = model_facts(str(tmp_path), cache=tmp_path, memory=None)
+    assert model.sinks and not model.conv3d
 
     requests = []
 
@@ -191,7 +191,7 @@ def test_the_slower_backward_of_rocm_10_is_reported(good: Facts) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernels_here", "hub", "reported"),
+    ("kernels_version", "hub", "reported"),
     [
         ("0.17.1", {"hub_rope": 2, "hub_flash": True}, ["hub-rope", "hub-flash"]),
         ("0.17.1", {"hub_rope": 3, "hub_flash": True}, ["hub-flash"]),
@@ -201,8 +201,8 @@ def test_the_slower_backward_of_rocm_10_is_reported(good: Facts) -> None:
         (None, {"hub_rope": 2, "hub_flash": True}, []),
     ],
 )
-def test_faulty_hub_kernels_are_reported(good: Facts, kernels_here: str | None, hub, reported: list[str]) -> None:
-    packages = {**good.packages, **({"kernels": kernels_here} if kernels_here else {})}
+def test_faulty_hub_kernels_are_reported(good: Facts, kernels_version: str | None, hub, reported: list[str]) -> None:
+    packages = {**good.packages, **({"kernels": kernels_version} if kernels_version else {})}
     facts = replace(
         good,
         packages=packages,
@@ -235,8 +235,8 @@ def test_hub_kernels_are_read_from_the_installed_transformers() -> None:
     from packaging.version import Version
 
     root = Path(str(find_spec("transformers").origin)).parent
-    here, facts = Version(installed.__version__), hub_facts(root)
-    if here < Version("5.16"):
+    release, facts = Version(installed.__version__), hub_facts(root)
+    if release < Version("5.16"):
         assert facts == {"hub_rope": None, "hub_flash": False}
     else:
         assert facts["hub_rope"] in (2, 3) and facts["hub_flash"]
@@ -267,9 +267,9 @@ class Bitsandbytes:
         return (self.values[codes] * absmax).reshape(shape).bfloat16()
 
     def matmul_4bit(self, x, packed, *, quant_state):
-        product = x @ self.dequantize_4bit(packed.t(), quant_state).t()
+        result = x @ self.dequantize_4bit(packed.t(), quant_state).t()
         wrong = {"one row": len(x) == 1, "rows": len(x) > 1}.get(str(self.fault), False)
-        return product.roll(1, -1) if wrong else product
+        return result.roll(1, -1) if wrong else result
 
 
 @pytest.mark.parametrize(
@@ -277,8 +277,8 @@ class Bitsandbytes:
     [(None, None), ("one row", "1 row is off"), ("rows", "8 rows is off"), ("absmax", "unpacked weights are off")],
 )
 def test_the_probe_of_4_bit_gemms_detects_every_fault(fault: str | None, words: str | None) -> None:
-    why = kernels.four_bit_gemm(torch, Bitsandbytes(fault), "cpu")
-    assert why is None if words is None else words in str(why)
+    reason = kernels.four_bit_gemm(torch, Bitsandbytes(fault), "cpu")
+    assert reason is None if words is None else words in str(reason)
 
 
 def test_the_probe_of_a_conv3d_returns_two_durations(monkeypatch: pytest.MonkeyPatch) -> None:

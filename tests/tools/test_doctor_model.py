@@ -63,8 +63,8 @@ def test_a_hub_model_is_found_only_in_the_cache(checkpoint: Path, tmp_path: Path
     ],
 )
 def test_models_that_do_not_fit_are_reported(good: Facts, weights: int, release: str, expected: dict[str, str]) -> None:
-    named = ModelFacts("org/big", "/cache/big", weights, "bfloat16", per_token=131072, memory=40 * GIB)
-    actual = model(replace(good, model=named, transformers=replace(good.transformers, version=release)))
+    big = ModelFacts("org/big", "/cache/big", weights, "bfloat16", per_token=131072, memory=40 * GIB)
+    actual = model(replace(good, model=big, transformers=replace(good.transformers, version=release)))
     assert {finding.check: finding.level.value for finding in actual} == expected
 
 
@@ -86,7 +86,7 @@ def test_a_gpu_without_dedicated_memory_can_use_the_available_host_memory(
     facts = collect(Recorded("strix-halo"))
     device = {**facts.devices[0], "free": free * GIB, "total": total * GIB}
     result = replace(facts.torch_result, facts={**facts.torch_result.facts, "devices": [device]})
-    named = ModelFacts("org/big", "/cache/big", 32 * GIB, "bfloat16", memory=available * GIB)
+    big = ModelFacts("org/big", "/cache/big", 32 * GIB, "bfloat16", memory=available * GIB)
     driver = replace(facts.driver, carved_out=int(carved_out * GIB))
-    actual = model(replace(facts, torch_result=result, model=named, driver=driver))
+    actual = model(replace(facts, torch_result=result, model=big, driver=driver))
     assert {finding.check: finding.level.value for finding in actual}["model-memory"] == expected

@@ -60,9 +60,9 @@ def test_rocminfo_is_parsed_with_trailing_blanks_and_without_agents() -> None:
 def test_a_hanging_rocminfo_and_a_rocm_outside_opt_are_reported(good: Facts) -> None:
     hanging = replace(good, rocm=replace(good.rocm, rocminfo=CommandResult(None), agents=()))
     assert any("timed out" in finding.what for finding in rocm(hanging))
-    none = replace(good, rocm=replace(good.rocm, rocminfo=None, version=None))
-    assert "torch includes the libraries of ROCm 7.1" in next(rocm(none)).what
-    packaged = replace(none, packages={**good.packages, "rocm-sdk-core": "7.10.0"})
+    without_rocm = replace(good, rocm=replace(good.rocm, rocminfo=None, version=None))
+    assert "torch includes the libraries of ROCm 7.1" in next(rocm(without_rocm)).what
+    packaged = replace(without_rocm, packages={**good.packages, "rocm-sdk-core": "7.10.0"})
     assert "ROCm 7.10.0, as a Python package" in next(rocm(packaged)).what
     other = replace(good, rocm=replace(good.rocm, version="6.4.1"))
     assert (next(rocm(other)).level.value, next(rocm(other)).check) == ("warning", "rocm")
@@ -73,28 +73,28 @@ def test_a_hanging_rocminfo_and_a_rocm_outside_opt_are_reported(good: Facts) -> 
     [("podman", "podman run --device=/dev/kfd"), ("apptainer", "--rocm"), ("kubernetes", "amd.com/gpu")],
 )
 def test_every_kind_of_container_has_its_own_advice(good: Facts, container: str, fix: str) -> None:
-    cut = replace(good, container=container, driver=replace(good.driver, kfd=None))
-    assert fix in next(driver(cut)).fix
+    changed = replace(good, container=container, driver=replace(good.driver, kfd=None))
+    assert fix in next(driver(changed)).fix
 
 
 def test_missing_or_unreadable_device_files_are_reported(good: Facts) -> None:
-    half = replace(good, container="docker", driver=replace(good.driver, render={}))
-    finding = next(driver(half))
+    without_render = replace(good, container="docker", driver=replace(good.driver, render={}))
+    finding = next(driver(without_render))
     assert finding.level.value == "problem" and "--device=/dev/dri" in finding.fix
     kfd = Node(mode="crw-rw----", group="nogroup", readable=False, writable=False)
     rootless = replace(good, container="podman", driver=replace(good.driver, kfd=kfd))
     assert "keep-groups" in next(driver(rootless)).fix
-    some = dict(good.driver.render)
+    render = dict(good.driver.render)
     # Another container's GPU.
-    some["/dev/dri/renderD130"] = Node(readable=False, writable=False, group="render")
-    assert next(driver(replace(good, driver=replace(good.driver, render=some)))).level.value == "ok"
+    render["/dev/dri/renderD130"] = Node(readable=False, writable=False, group="render")
+    assert next(driver(replace(good, driver=replace(good.driver, render=render)))).level.value == "ok"
 
 
 def test_a_driver_that_is_not_loaded_or_lacks_compute_support_has_a_fix(good: Facts) -> None:
-    cut = replace(good, driver=replace(good.driver, kfd=None, loaded=False))
-    assert "modprobe amdgpu" in next(driver(cut)).fix
-    cut = replace(good, driver=replace(good.driver, kfd=None))
-    assert "dmesg" in next(driver(cut)).fix
+    changed = replace(good, driver=replace(good.driver, kfd=None, loaded=False))
+    assert "modprobe amdgpu" in next(driver(changed)).fix
+    changed = replace(good, driver=replace(good.driver, kfd=None))
+    assert "dmesg" in next(driver(changed)).fix
 
 
 def test_wsl_without_dxg_has_a_fix(good: Facts) -> None:
@@ -161,8 +161,8 @@ def test_missing_flags_and_nvidia_variables_are_reported(good: Facts) -> None:
 
 
 def with_packages(facts: Facts, **versions: str) -> Facts:
-    named = {name.replace("_", "-"): version for name, version in versions.items()}
-    return replace(facts, packages={**facts.packages, **named})
+    distributions = {name.replace("_", "-"): version for name, version in versions.items()}
+    return replace(facts, packages={**facts.packages, **distributions})
 
 
 def with_answer(facts: Facts, **info: object) -> Facts:
@@ -236,17 +236,17 @@ def test_an_override_for_a_card_that_torch_does_not_support_is_a_warning(good: F
     assert finding.level.value == "warning" and "hf-rocm verify" in finding.fix
 
 
-def test_packages_of_other_releases_are_reported(good: Facts) -> None:
+def test_old_and_leftover_packages_are_reported(good: Facts) -> None:
     old = replace(with_packages(good, bitsandbytes="0.46.1"), files={"bitsandbytes_rocm": True})
     assert "older than 0.50" in next(packages(old)).what
-    left = with_packages(good, nvidia_cublas_cu12="12.8", nvidia_cudnn_cu12="9.1")
-    assert "still installed: 2 (nvidia-…)" in next(packages(left)).what
+    leftover = with_packages(good, nvidia_cublas_cu12="12.8", nvidia_cudnn_cu12="9.1")
+    assert "still installed: 2 (nvidia-…)" in next(packages(leftover)).what
 
 
 @pytest.mark.parametrize(("installed", "count"), [("no", "none"), ("yes", "3")])
 def test_a_changed_file_without_a_block_is_a_warning(good: Facts, installed: str, count: str) -> None:
-    facts_here = replace(good.transformers, overlays={f"{installed}/verified": 3, "no/changed": 1})
-    finding = next(row for row in transformers(replace(good, transformers=facts_here)) if row.check == "overlays")
+    changed = replace(good.transformers, overlays={f"{installed}/verified": 3, "no/changed": 1})
+    finding = next(row for row in transformers(replace(good, transformers=changed)) if row.check == "overlays")
     assert finding.level.value == "warning" and finding.fix.startswith("hf-rocm status")
     assert finding.what == f"1 model file differs from its release; 3 overlays match, {count} installed"
 
@@ -275,8 +275,8 @@ def test_invalid_and_restricting_variables_of_hf_rocm_are_reported(good: Facts) 
     # Valid variables would add a finding.
     (misspelt,) = options(with_environment(good, HF_ROCM_FROCE="1"))
     assert misspelt.level.value == "warning" and misspelt.fix == "unset HF_ROCM_FROCE, or rename it to HF_ROCM_FORCE"
-    _, set_too = options(with_environment(good, HF_ROCM_FROCE="1", HF_ROCM_AUTO="1"))
-    assert (set_too.level.value, set_too.what) == ("ok", "HF_ROCM_AUTO=1")
+    _, valid = options(with_environment(good, HF_ROCM_FROCE="1", HF_ROCM_AUTO="1"))
+    assert (valid.level.value, valid.what) == ("ok", "HF_ROCM_AUTO=1")
 
 
 def test_a_transformers_newer_than_the_last_checked_release_is_reported(good: Facts) -> None:
@@ -317,21 +317,21 @@ def test_the_installed_transformers_and_its_overlays_are_read_from_files() -> No
 
 
 def test_missing_files_and_commands_raise_no_error(tmp_path: Path) -> None:
-    here = ThisMachine()
+    machine = ThisMachine()
     missing = str(tmp_path / "missing")
-    assert (here.text(missing), here.names(missing), here.look(missing), here.free_bytes(missing)) == (
+    assert (machine.text(missing), machine.names(missing), machine.look(missing), machine.free_bytes(missing)) == (
         None,
         (),
         None,
         None,
     )
-    assert here.run("hf-rocm-has-no-such-tool", timeout=1) is None
-    assert here.run("sleep", "5", timeout=0.1) == CommandResult(None)
+    assert machine.run("hf-rocm-has-no-such-tool", timeout=1) is None
+    assert machine.run("sleep", "5", timeout=0.1) == CommandResult(None)
     file = tmp_path / "library.so"
     file.write_bytes(b"ELF\0libcudart.so.12\0")
-    assert here.mentions(str(file), b"libcudart.so") and not here.mentions(str(file), b"libamdhip64")
+    assert machine.mentions(str(file), b"libcudart.so") and not machine.mentions(str(file), b"libamdhip64")
     file.write_bytes(b"")
-    assert not here.mentions(str(file), b"x") and not here.mentions(missing, b"x")
+    assert not machine.mentions(str(file), b"x") and not machine.mentions(missing, b"x")
 
 
 def test_a_block_with_foreign_code_in_a_known_file_is_a_problem(good: Facts) -> None:
@@ -344,8 +344,8 @@ def test_a_block_with_foreign_code_in_a_known_file_is_a_problem(good: Facts) -> 
 def test_a_cuda_build_without_an_nvidia_gpu_is_noted_and_the_newest_tested_torch_is_that_of_the_tests(good) -> None:
     facts = collect(Recorded("no-gpu-cuda-torch"))
     assert "no NVIDIA GPU here" in next(iter(torch(facts))).what
-    for there in (replace(facts, files={"nvidia_device": True}), collect(Recorded("nvidia")), good):
-        assert "no NVIDIA GPU here" not in next(iter(torch(there))).what
+    for machine in (replace(facts, files={"nvidia_device": True}), collect(Recorded("nvidia")), good):
+        assert "no NVIDIA GPU here" not in next(iter(torch(machine))).what
     constraints = Path(__file__).resolve().parents[2] / "scripts" / "constraints.txt"
     assert f"torch=={NEWEST_TESTED}" in constraints.read_text(encoding="utf-8").split()
     (finding,) = torch(replace(facts, torch=replace(facts.torch, version=f"{NEWEST_TESTED}+cpu", cuda=None)))

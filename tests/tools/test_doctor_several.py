@@ -96,14 +96,14 @@ def test_network_interfaces_that_do_not_exist_are_a_problem(good: Facts, name: s
 
 
 def test_an_unresolved_host_name_matters_only_on_several_machines(good: Facts) -> None:
-    lost = with_host(good, resolves=False, interfaces=("lo", "eno1"))
-    alone = with_environment(lost, **TORCHRUN, LOCAL_WORLD_SIZE="2")
-    assert levels(ranks(alone)) == ["ok"]
-    among = {**TORCHRUN, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
-    findings = list(ranks(with_environment(lost, **among)))
+    unresolved = with_host(good, resolves=False, interfaces=("lo", "eno1"))
+    one_node = with_environment(unresolved, **TORCHRUN, LOCAL_WORLD_SIZE="2")
+    assert levels(ranks(one_node)) == ["ok"]
+    two_nodes = {**TORCHRUN, "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}
+    findings = list(ranks(with_environment(unresolved, **two_nodes)))
     assert levels(findings) == ["ok", "warning"] and "GLOO_SOCKET_IFNAME=eno1" in findings[1].fix
-    assert levels(ranks(with_environment(lost, **among, GLOO_SOCKET_IFNAME="eno1"))) == ["ok"]
-    assert levels(ranks(with_environment(with_host(good, resolves=True), **among))) == ["ok"]
+    assert levels(ranks(with_environment(unresolved, **two_nodes, GLOO_SOCKET_IFNAME="eno1"))) == ["ok"]
+    assert levels(ranks(with_environment(with_host(good, resolves=True), **two_nodes))) == ["ok"]
 
 
 def test_settings_that_slow_down_rccl_are_reported(good: Facts) -> None:
@@ -122,11 +122,11 @@ def test_settings_that_slow_down_rccl_are_reported(good: Facts) -> None:
     assert list(several(with_host(replace(good, torch_result=one), numa_balancing=True))) == []
 
 
-@pytest.mark.parametrize(("loaded", "fine"), [("2.27.3", True), ("2.22.3", False), ("nonsense", True)])
-def test_rccl_of_another_rocm_release_is_reported(good: Facts, loaded: str, fine: bool) -> None:
+@pytest.mark.parametrize(("loaded", "accepted"), [("2.27.3", True), ("2.22.3", False), ("nonsense", True)])
+def test_rccl_of_another_rocm_release_is_reported(good: Facts, loaded: str, accepted: bool) -> None:
     facts = {**good.torch_result.facts, "collectives_loaded": {"path": "/opt/rocm/lib/librccl.so.1", "version": loaded}}
     result = levels(several(replace(good, torch_result=replace(good.torch_result, facts=facts))))
-    assert result == (["ok"] if fine else ["ok", "warning"])
+    assert result == (["ok"] if accepted else ["ok", "warning"])
 
 
 def test_the_collectives_version_is_decoded_and_an_unloaded_library_is_none(tmp_path: Path) -> None:
@@ -151,9 +151,9 @@ def test_facts_of_the_host_are_read_from_files() -> None:
 
 def test_gpus_without_peer_access_are_a_warning(good: Facts) -> None:
     facts = {**good.torch_result.facts, "peers": [[True, False], [False, True]], "collectives": None}
-    apart = replace(
+    without_peers = replace(
         good, torch_result=replace(good.torch_result, facts=facts), container="docker", shared_memory=64 * 2**20
     )
-    findings = list(several(apart))
+    findings = list(several(without_peers))
     assert levels(findings) == ["warning"] * 3
     assert "no RCCL" in findings[0].what and "(0-1)" in findings[1].what and "64 MiB" in findings[2].what

@@ -84,11 +84,11 @@ def test_the_short_form_names_every_class_and_every_reason_once(llama, monkeypat
 
 def test_the_details_state_a_shared_reason_once(llama):
     explanation = hf_rocm.explain(llama)
-    everywhere = [{reason for _, reason in kernel.refused} for kernel in explanation.kernels]
-    shared = set.intersection(*everywhere)
+    reasons = [{reason for _, reason in kernel.refused} for kernel in explanation.kernels]
+    shared = set.intersection(*reasons)
     assert shared, "no reason is shared on a machine without an AMD GPU"
     text = explanation.details()
-    assert all(text.count(reason) == 1 for reason in set.union(*everywhere))
+    assert all(text.count(reason) == 1 for reason in set.union(*reasons))
     # Every refused kernel is named.
     for kernel in explanation.kernels:
         assert all(name in text for name, _ in kernel.refused)
@@ -168,7 +168,7 @@ def test_classes_of_an_unbound_overlay_are_not_reported_as_unserved(forced, reas
         num_key_value_heads=2, pad_token_id=0,
     )  # fmt: skip
     model = transformers.StableLmForCausalLM(config).eval()
-    # Other tests may have activated it.
+    # Other tests may have activated the overlay.
     hf_rocm.deactivate("stablelm")
     monkeypatch.setattr("hf_rocm.options.force_requested", lambda: forced)
     reasons = stock_reasons(model)
@@ -242,9 +242,9 @@ def test_the_attention_of_a_lora_model_is_listed(llama):
         "padded batch",
         "decode",
     }
-    named = {(part.cls, part.reason.split(",")[0]) for part in explanation.stock}
-    assert ("lora.Linear", "code of peft") in named and "lora.Linear × " in str(explanation)
-    assert "Linear" in {cls for cls, reason in named if reason != "code of peft"}
+    reasons = {(part.cls, part.reason.split(",")[0]) for part in explanation.stock}
+    assert ("lora.Linear", "code of peft") in reasons and "lora.Linear × " in str(explanation)
+    assert "Linear" in {cls for cls, reason in reasons if reason != "code of peft"}
 
 
 FUNCTIONS = ("compile", "dequantize", "explain", "prepare", "restore", "route_linear", "verify")
@@ -258,17 +258,17 @@ def test_an_object_that_is_not_a_model_is_an_error(name):
 
 
 @pytest.mark.parametrize(
-    ("argument", "found", "hint"),
+    ("argument", "kind", "hint"),
     [
         (torch.nn.Linear, "the class Linear", "Linear.from_pretrained"),
         (SimpleNamespace(model=torch.nn.Identity()), "SimpleNamespace", "pass the `.model`"),
         (None, "NoneType", None),
     ],
 )
-def test_the_hint_fits_the_object_that_is_not_a_model(argument, found, hint):
+def test_the_hint_fits_the_object_that_is_not_a_model(argument, kind, hint):
     with pytest.raises(OptionError, match="explain takes a model") as caught:
         hf_rocm.explain(argument)
-    assert caught.value.facts["found"] == found
+    assert caught.value.facts["found"] == kind
     assert caught.value.hint is None if hint is None else hint in caught.value.hint
 
 

@@ -57,8 +57,8 @@ def test_a_known_difference_is_measured():
     uneven = (2 * math.log(4) + math.log((3 + math.e**2) / math.e**2) - math.log(4)) / 2
     assert loss.perplexity is not None and math.isclose(loss.perplexity[1], 4.0, rel_tol=1e-6)
     assert math.isclose(loss.perplexity[0], math.exp(uneven), rel_tol=1e-6)
-    lost = quality.compare([second * torch.nan], [first], [ids], predicts=False)
-    assert math.isnan(lost.largest) and math.isnan(lost.divergence)
+    undefined = quality.compare([second * torch.nan], [first], [ids], predicts=False)
+    assert math.isnan(undefined.largest) and math.isnan(undefined.divergence)
     assert quality.compare([second], [first], [ids], predicts=False).perplexity is None
 
 

@@ -86,10 +86,12 @@ def test_a_forward_set_on_a_class_takes_effect_as_with_unsloth(
     calls = []
     stock = modeling_llama.LlamaAttention.forward
 
-    def theirs(self: nn.Module, *args: object, **kwargs: object) -> object:
+    def replacement(self: nn.Module, *args: object, **kwargs: object) -> object:
         calls.append("theirs")
         return stock(self, *args, **kwargs)
 
-    monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", functools.wraps(stock)(theirs) if wrapped else theirs)
+    monkeypatch.setattr(
+        modeling_llama.LlamaAttention, "forward", functools.wraps(stock)(replacement) if wrapped else replacement
+    )
     served = prepared()
     assert len(calls) == 2 and "LlamaAttention" not in served and "LlamaMLP" in served

@@ -19,12 +19,12 @@ import pytest
 
 from tests.amdgcn import suite
 
-HERE = find_spec("triton") is not None
+INSTALLED = find_spec("triton") is not None
 
 
 def pytest_configure(config: pytest.Config) -> None:
     suite.configure(config)
-    if suite.gpu() is None and HERE and "triton" not in sys.modules:
+    if suite.gpu() is None and INSTALLED and "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if suite.gpu() is not None:
         suite.select(config, items)
         return
-    if HERE and os.environ.get("TRITON_INTERPRET") == "1":
+    if INSTALLED and os.environ.get("TRITON_INTERPRET") == "1":
         return
     reason = "not run: needs Triton, imported in interpreter mode (scripts/test creates the environment)"
     for item in items:
@@ -103,7 +103,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def counts() -> Iterator[None]:
+def range_bounds() -> Iterator[None]:
     """Convert range bounds, which the interpreter stores as arrays, to integers: NumPy 2.4 no longer converts them."""
     if suite.gpu() is not None:
         yield
@@ -139,18 +139,18 @@ def patched_once() -> Iterator[None]:
     patched = set[str]()
 
     @cache
-    def named(function: Any) -> frozenset[str]:
+    def modules_of(function: Any) -> frozenset[str]:
         modules = [value for value in function.__globals__.values() if inspect.ismodule(value)]
         return frozenset(module.__name__ for module in modules if module in (tl, tl.core))
 
     def patch_lang(function: Any) -> Any:
-        if patched and named(function) <= patched:
+        if patched and modules_of(function) <= patched:
             return interpreter._LangPatchScope()
         scope = stock_patch(function)
         if not patched:
             restore = scope.restore
             scope.restore = lambda: (patched.clear(), restore())
-        patched.update(named(function))
+        patched.update(modules_of(function))
         return scope
 
     types = dict[str, Any]()
@@ -168,7 +168,7 @@ def patched_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def products() -> Iterator[None]:
+def bf16_arithmetic() -> Iterator[None]:
     """Multiply and subtract bf16 numbers in fp32, because the interpreter would treat their bits as integers."""
     if suite.gpu() is not None:
         yield
@@ -182,8 +182,8 @@ def products() -> Iterator[None]:
     def wide(self: Any, x: Any) -> Any:
         return self.cast_impl(x, tl.float32) if x.dtype == tl.bfloat16 else x
 
-    def create_dot(self: Any, a: Any, b: Any, *further: Any) -> Any:
-        return stock(self, wide(self, a), wide(self, b), *further)
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return stock(self, wide(self, a), wide(self, b), *rest)
 
     def create_fsub(self: Any, a: Any, b: Any) -> Any:
         difference = stock_fsub(self, wide(self, a), wide(self, b))

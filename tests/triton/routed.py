@@ -21,7 +21,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def roomy(x: Tensor) -> Tensor:
+def with_gaps(x: Tensor) -> Tensor:
     """Returns the same numbers with other strides: a view of a tensor with one more row in the second-to-last dim."""
     wide = x.new_full((*x.shape[:-2], x.shape[-2] + 1, x.shape[-1]), torch.nan)
     wide[..., :-1, :] = x
@@ -62,7 +62,9 @@ def check_more_keys(monkeypatch: pytest.MonkeyPatch, operation: str, name: str, 
         assert probe_cases.check(operation, "triton", name, tuple(spec._replace(window=window))) is None
 
 
-def assert_apart(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, *, gated: bool = False) -> None:
+def assert_independent(
+    call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Tensor, *, gated: bool = False
+) -> None:
     """For machine code: NaN in a row of x [M, K] or W [N, K] turns only that row or column of the result into NaN."""
     if suite.gpu() is None:
         return
@@ -77,7 +79,7 @@ def assert_apart(call: Callable[[Tensor, Tensor], Tensor], x: Tensor, weight: Te
 
 
 def exact(rows: int, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Integers x [rows, k] and W [n, k] whose product is exact in fp32 for any order of summation.
+    """Integers x [rows, k] and W [n, k] for which x @ W.T is exact in fp32 in any order of summation.
 
     Large terms cancel, so a wrong last bit of any term changes the result. Half of the results are midway between two
     numbers of the dtype, so a different rounding changes them.

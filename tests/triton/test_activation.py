@@ -34,12 +34,12 @@ def test_act_and_mul(shape, activation, interleaved, dtype):
     gates = x.unflatten(-1, (-1, 2))[..., 0] if interleaved else x[..., : shape[-1]]
     # A NaN affects only its own element.
     for first in range(3):
-        lost = (torch.arange(output.numel()) % 3 == first).view(output.shape)
+        mask = (torch.arange(output.numel()) % 3 == first).view(output.shape)
         kept = gates.clone()
-        gates.masked_fill_(lost, torch.nan)
-        apart = routed("act_and_mul", x, activation=activation, interleaved=interleaved, **TERMS)
+        gates.masked_fill_(mask, torch.nan)
+        masked = routed("act_and_mul", x, activation=activation, interleaved=interleaved, **TERMS)
         gates.copy_(kept)
-        assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])
+        assert masked[mask].isnan().all() and torch.equal(masked[~mask], output[~mask])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -130,9 +130,9 @@ def test_act(shape, activation, dtype):
         assert_as_good_as_eager(output, torch_act(x, activation), expected)
     # A NaN affects only its own element.
     for first in range(3):
-        lost = (torch.arange(x.numel()) % 3 == first).view(shape)
-        apart = routed("act", x.masked_fill(lost, torch.nan), activation=activation)
-        assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])
+        mask = (torch.arange(x.numel()) % 3 == first).view(shape)
+        masked = routed("act", x.masked_fill(mask, torch.nan), activation=activation)
+        assert masked[mask].isnan().all() and torch.equal(masked[~mask], output[~mask])
 
 
 def test_act_supports_views_and_empty_inputs():

@@ -30,7 +30,7 @@ def flash_attn_func(tmp_path_factory):
     from tests.aiter import standins
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        # aiter's imports raise warnings.
+        # Importing aiter emits warnings.
         warnings.simplefilter("ignore")
         for name, value in standins.environment(tmp_path_factory.mktemp("rocm-tools")).items():
             patch.setenv(name, value)
@@ -62,20 +62,20 @@ def attend(flash_attn_func, shape, causal, dtype):
     key, value = (random(b, kv_heads, s_k, d, dtype=dtype, seed=seed) for seed in (1, 2))
     # Strides that differ from those of the keys.
     value = torch.nn.functional.pad(value, (0, 16), value=torch.nan)[..., :d]
-    how = {"scale": d**-0.5, "causal": causal, "mask": None, "window": None, "softcap": None, "sinks": None}
-    further = {} if suite.arch() in TILED else {"config": dict(_TILE)}
+    terms = {"scale": d**-0.5, "causal": causal, "mask": None, "window": None, "softcap": None, "sinks": None}
+    extra = {} if suite.arch() in TILED else {"config": dict(_TILE)}
     output = flash_attn_func(
         q=rows_first(query),
         k=rows_first(key),
         v=rows_first(value),
-        softmax_scale=how["scale"],
+        softmax_scale=terms["scale"],
         causal=causal,
         window_size=(-1, -1),
-        **further,
+        **extra,
     )
     output = output[0] if isinstance(output, (tuple, list)) else output
-    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), **how)
-    assert_as_good_as_eager(output.contiguous(), eager_attention(query, key, value, **how)[0], expected)
+    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), **terms)
+    assert_as_good_as_eager(output.contiguous(), eager_attention(query, key, value, **terms)[0], expected)
 
 
 def test_other_gpus_have_no_tile_sizes_in_this_release(flash_attn_func):

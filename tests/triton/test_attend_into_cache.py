@@ -16,7 +16,7 @@ from hf_rocm.ops.specs.attention import AttendIntoCacheSpec
 from hf_rocm.ops.triton import attend_into_cache, decode
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import check_more_keys, compiled_once, here, random, roomy, routed
+from tests.triton.routed import check_more_keys, compiled_once, here, random, routed, with_gaps
 from tests.triton.test_rope import angles
 
 CPU = torch.device("cpu")
@@ -70,8 +70,8 @@ def check(
     sinks=False,
 ):
     """Compare with the eager tier in the same dtype and in fp64, whose caches have no NaN. Returns the output."""
-    how = {"rotated": rotated, "once": once, "tables": tables, "norm": norm}
-    given, keys, values, weights = tensors(shape, dtype, tokens=tokens, **how)
+    layout = {"rotated": rotated, "once": once, "tables": tables, "norm": norm}
+    inputs, keys, values, weights = tensors(shape, dtype, tokens=tokens, **layout)
     size = shape[3]
     end = min(length, size)
     written = slice(end - tokens, end)
@@ -79,7 +79,7 @@ def check(
     first = (before - (length - end)).clamp(min=max(0, 0 if window is None else end - tokens + 1 - window))
     places = torch.arange(size)
     read = (places >= first[:, None]) & (places < end - tokens)
-    how = {
+    terms = {
         "lengths": torch.tensor([length]),
         "position": places[written],
         "scale": shape[4] ** -0.5,
@@ -89,30 +89,29 @@ def check(
         "once": once,
     }
     results = {}
-    for name, convert in (
-        ("kernel", torch.Tensor.clone),
-        ("eager", torch.Tensor.clone),
-        ("exact", torch.Tensor.double),
-    ):
+    conversions = {"kernel": torch.Tensor.clone, "eager": torch.Tensor.clone, "exact": torch.Tensor.double}
+    for name, convert in conversions.items():
         norms = None
         if weights is not None:
             norms = tuple(
                 ops.Norm(convert(weight), eps, one_plus) for weight, eps in zip(weights, (1e-6, 1e-2), strict=True)
             )
-        own, its = convert(keys), roomy(convert(values))
+        key_cache, value_cache = convert(keys), with_gaps(convert(values))
         if name == "kernel":
-            for cache in (own, its):
+            for cache in (key_cache, value_cache):
                 cache.masked_fill_(~read[:, None, :, None], torch.nan)
         sink = convert(random(shape[1], dtype=dtype, seed=3)) if sinks else None
         call = routed if name == "kernel" else eager_tier
-        output = call(OPERATION, *(convert(x) for x in given), keys=own, values=its, sinks=sink, norms=norms, **how)
-        results[name] = output, own[:, :, written], its[:, :, written]
+        output = call(
+            OPERATION, *map(convert, inputs), keys=key_cache, values=value_cache, sinks=sink, norms=norms, **terms
+        )
+        results[name] = output, key_cache[:, :, written], value_cache[:, :, written]
         if name == "kernel":
             untouched = (places < end - tokens) | (places >= end)
-            for cache, original in ((own, keys), (its, values)):
+            for cache, original in ((key_cache, keys), (value_cache, values)):
                 hidden = (~read)[:, None, :, None].expand(cache.shape)
-                right = original.masked_fill(hidden, torch.nan)[:, :, untouched]
-                torch.testing.assert_close(cache[:, :, untouched], right, rtol=0, atol=0, equal_nan=True)
+                expected = original.masked_fill(hidden, torch.nan)[:, :, untouched]
+                torch.testing.assert_close(cache[:, :, untouched], expected, rtol=0, atol=0, equal_nan=True)
     for actual, eager, exact in zip(*results.values(), strict=True):
         assert_as_good_as_eager(actual, eager, exact)
     return results["kernel"][0]
@@ -124,7 +123,7 @@ def eager_tier(operation, *arguments, **keywords):
 
 
 def check_short_and_long(shape, length, **terms):
-    """As machine code, check also 2048 keys more, so that the loop over the keys runs several times."""
+    """As machine code, check again with 2048 more keys, so that the loop over the keys has several iterations."""
     check(shape, length, **terms)
     if suite.gpu() is not None:
         b, h, kv_heads, size, *dims = shape
@@ -219,24 +218,24 @@ def test_a_row_that_is_only_padding_is_zero():
 @pytest.mark.parametrize("rotated", [64, 32])
 def test_queries_and_keys_are_rotated_as_in_the_two_operations(rotated, tokens, dtype):
     """Written keys are bitwise equal. Several keys are needed, so that the output depends on the rotated query."""
-    given, keys, values, _ = tensors((2, 8, 2, 150, 64, 64), dtype, tokens=tokens, rotated=rotated, tables=2)
+    inputs, keys, values, _ = tensors((2, 8, 2, 150, 64, 64), dtype, tokens=tokens, rotated=rotated, tables=2)
     lengths, position = torch.tensor([140]), torch.arange(140 - tokens, 140)
     before = {"keys": keys.clone(), "values": values.clone(), "position": position}
-    query = routed("rope_into_cache", *given, **before)
-    apart = routed("decode_attention", query, before["keys"], before["values"], lengths, scale=0.2)
-    output = routed(OPERATION, *given, lengths, keys=keys, values=values, position=position, scale=0.2)
+    query = routed("rope_into_cache", *inputs, **before)
+    separate = routed("decode_attention", query, before["keys"], before["values"], lengths, scale=0.2)
+    output = routed(OPERATION, *inputs, lengths, keys=keys, values=values, position=position, scale=0.2)
     assert torch.equal(keys, before["keys"]) and torch.equal(values, before["values"])
-    torch.testing.assert_close(output, apart, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps * 2)
+    torch.testing.assert_close(output, separate, rtol=torch.finfo(dtype).eps, atol=torch.finfo(dtype).eps * 2)
 
 
 def test_norms_round_like_the_layers():
     """Almost all written keys equal those of the other kernel. The order of summation may change a few."""
-    given, keys, values, weights = tensors((4, 8, 8, 20, 64, 64), BF16, norm=BF16)
+    inputs, keys, values, weights = tensors((4, 8, 8, 20, 64, 64), BF16, norm=BF16)
     norms = tuple(ops.Norm(weight, 1e-6) for weight in weights)
     other = {"keys": keys.clone(), "values": values.clone(), "position": torch.tensor([7]), "norms": norms}
-    routed("rope_into_cache", *given, **other)
+    routed("rope_into_cache", *inputs, **other)
     cache = {"keys": keys, "values": values, "position": torch.tensor([7]), "norms": norms}
-    routed(OPERATION, *given, torch.tensor([8]), **cache, scale=0.2)
+    routed(OPERATION, *inputs, torch.tensor([8]), **cache, scale=0.2)
     assert (keys == other["keys"])[:, :, 7].float().mean() > 0.99
     assert torch.equal(values, other["values"])
 
@@ -246,11 +245,11 @@ def test_norms_round_like_the_layers():
 def test_nothing_is_written_to_another_row_and_the_result_is_nan(position, length, units, monkeypatch):
     """The new key must be the last one, and inside the cache. Otherwise, no row is written."""
     splits(monkeypatch, units)
-    given, keys, values, _ = tensors((2, 8, 2, 64, 32, 32), BF16)
+    inputs, keys, values, _ = tensors((2, 8, 2, 64, 32, 32), BF16)
     before = keys.clone(), values.clone()
     output = routed(
         OPERATION,
-        *given,
+        *inputs,
         torch.tensor([length]),
         keys=keys,
         values=values,
@@ -263,10 +262,10 @@ def test_nothing_is_written_to_another_row_and_the_result_is_nan(position, lengt
 @pytest.mark.parametrize("units", [0, 8], ids=["one split", "several"])
 def test_one_wrong_row_of_several_is_not_written_and_the_result_is_nan(units, monkeypatch):
     splits(monkeypatch, units)
-    given, keys, values, _ = tensors((2, 8, 2, 64, 32, 32), BF16, tokens=4)
+    inputs, keys, values, _ = tensors((2, 8, 2, 64, 32, 32), BF16, tokens=4)
     before = keys.clone(), values.clone()
-    where = {"keys": keys, "values": values, "position": torch.tensor([26, 27, 40, 29])}
-    output = routed(OPERATION, *given, torch.tensor([30]), **where, scale=0.2)
+    cache = {"keys": keys, "values": values, "position": torch.tensor([26, 27, 40, 29])}
+    output = routed(OPERATION, *inputs, torch.tensor([30]), **cache, scale=0.2)
     assert output.isnan().all()
     untouched = torch.ones(64, dtype=torch.bool).index_fill_(0, torch.tensor([26, 27, 29]), False)
     for cache, original in zip((keys, values), before, strict=True):
@@ -276,11 +275,11 @@ def test_one_wrong_row_of_several_is_not_written_and_the_result_is_nan(units, mo
 @pytest.mark.parametrize("units", [0, 8], ids=["one split", "several"])
 def test_padding_among_several_new_tokens_may_be_nan(units, monkeypatch):
     splits(monkeypatch, units)
-    given, keys, values, _ = tensors((2, 8, 2, 64, 32, 32), BF16, tokens=4)
-    given[2][1, :, :2] = torch.nan
+    inputs, keys, values, _ = tensors((2, 8, 2, 64, 32, 32), BF16, tokens=4)
+    inputs[2][1, :, :2] = torch.nan
     places = torch.arange(26, 30).repeat_interleave(2)[::2]
-    where = {"keys": keys, "values": values, "position": places, "starts": torch.tensor([0, 28], dtype=torch.int32)}
-    output = routed(OPERATION, *given, torch.tensor([30]), **where, scale=0.2)
+    cache = {"keys": keys, "values": values, "position": places, "starts": torch.tensor([0, 28], dtype=torch.int32)}
+    output = routed(OPERATION, *inputs, torch.tensor([30]), **cache, scale=0.2)
     assert output[1, 2:].isfinite().all() and torch.equal(output[1, :2], torch.zeros_like(output[1, :2]))
 
 
@@ -290,26 +289,26 @@ def test_lengths_and_positions_are_read_at_run_time():
     _, keys, values, _ = tensors(shape, BF16)
     lengths, position = torch.tensor([130]), torch.tensor([129])
     for _ in range(3):
-        given, *_ = tensors(shape, BF16)
+        inputs, *_ = tensors(shape, BF16)
         other = {"keys": keys.clone(), "values": values.clone(), "position": position}
-        expected = eager_tier(OPERATION, *given, lengths, **other, scale=0.2)
-        output = routed(OPERATION, *given, lengths, keys=keys, values=values, position=position, scale=0.2)
+        expected = eager_tier(OPERATION, *inputs, lengths, **other, scale=0.2)
+        output = routed(OPERATION, *inputs, lengths, keys=keys, values=values, position=position, scale=0.2)
         torch.testing.assert_close(output, expected, rtol=2**-6, atol=2**-6)
         lengths += 1
         position += 1
 
 
 def test_any_strides_are_supported():
-    given, keys, values, _ = tensors((2, 4, 2, 190, 32, 32), BF16)
-    how = {"position": torch.tensor([179]), "scale": 0.2}
-    expected = routed(OPERATION, *given, torch.tensor([180]), keys=keys.clone(), values=values.clone(), **how)
+    inputs, keys, values, _ = tensors((2, 4, 2, 190, 32, 32), BF16)
+    arguments = {"position": torch.tensor([179]), "scale": 0.2}
+    expected = routed(OPERATION, *inputs, torch.tensor([180]), keys=keys.clone(), values=values.clone(), **arguments)
     by_position = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (keys, values)]
     part = [torch.cat((tensor, tensor), 2)[:, :, :190] for tensor in (keys, values)]
     for pair in (by_position, part):
-        output = routed(OPERATION, *given, torch.tensor([180]), keys=pair[0], values=pair[1], **how)
+        output = routed(OPERATION, *inputs, torch.tensor([180]), keys=pair[0], values=pair[1], **arguments)
         assert torch.equal(output, expected) and torch.equal(pair[0][:, :, 179], by_position[0][:, :, 179])
-    apart = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in given[:3]]
-    output = routed(OPERATION, *apart, *given[3:], torch.tensor([180]), keys=keys, values=values, **how)
+    strided = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in inputs[:3]]
+    output = routed(OPERATION, *strided, *inputs[3:], torch.tensor([180]), keys=keys, values=values, **arguments)
     assert torch.equal(output, expected)
 
 
@@ -348,7 +347,7 @@ def test_first_use_checks_pass_and_detect_a_wrong_result(name, monkeypatch):
     kind = tuple(FORMS[name])
     assert probe_cases.check(OPERATION, "triton", KERNEL, kind) is None
     stock = decode.forward
-    monkeypatch.setattr(decode, "forward", lambda *given: stock(*given) + 1)
+    monkeypatch.setattr(decode, "forward", lambda *inputs: stock(*inputs) + 1)
     assert "wrong by" in probe_cases.check(OPERATION, "triton", KERNEL, kind)
     monkeypatch.setattr(decode, "forward", lambda q, k, *rest: stock(q, k.clone(), *rest))
     assert "wrong by" in probe_cases.check(OPERATION, "triton", KERNEL, kind)
@@ -382,19 +381,19 @@ def test_the_kernel_is_refused_if_the_user_chose_a_tier_for_a_part():
 
 
 def test_norms_of_two_kinds_are_refused():
-    given, keys, values, _ = tensors((1, 2, 2, 4, 8, 8), FP32)
+    inputs, keys, values, _ = tensors((1, 2, 2, 4, 8, 8), FP32)
     norms = ops.Norm(torch.ones(8), 1e-6), ops.Norm(torch.ones(8), 1e-6, True)
     cache = {"keys": keys, "values": values, "position": torch.tensor([0]), "norms": norms}
     with pytest.raises(OptionError, match="the same kind"):
-        ops.attend_into_cache(*given, torch.tensor([1]), **cache, scale=1.0)
+        ops.attend_into_cache(*inputs, torch.tensor([1]), **cache, scale=1.0)
 
 
 def test_it_is_one_op_of_a_compiled_graph():
-    given, keys, values, _ = tensors((1, 4, 2, 70, 16, 16), SERVED[0])
-    how = {"position": torch.tensor([65]), "scale": 0.2, "softcap": 2.0}
+    inputs, keys, values, _ = tensors((1, 4, 2, 70, 16, 16), SERVED[0])
+    arguments = {"position": torch.tensor([65]), "scale": 0.2, "softcap": 2.0}
 
     def call(query, keys, values):
         keys, values = keys.clone(), values.clone()
-        return ops.attend_into_cache(query, *given[1:], torch.tensor([66]), keys=keys, values=values, **how)
+        return ops.attend_into_cache(query, *inputs[1:], torch.tensor([66]), keys=keys, values=values, **arguments)
 
-    assert "hf_rocm.triton_attend_into_cache.default" in compiled_once(call, given[0], keys, values)
+    assert "hf_rocm.triton_attend_into_cache.default" in compiled_once(call, inputs[0], keys, values)

@@ -39,7 +39,9 @@ def launches_are_recorded(monkeypatch):
             return
         with _disable_current_modes():
             stock(executor, *tensors, **constants)
-        recording.kept.append((lambda *given, **named: stock(executor, *given, **named), tensors, constants, []))
+        recording.kept.append(
+            (lambda *arguments, **keywords: stock(executor, *arguments, **keywords), tensors, constants, [])
+        )
 
     monkeypatch.setattr(GridExecutor, "__call__", call)
 

@@ -16,10 +16,10 @@ from hf_rocm.ops.triton import step
 from tests.triton.routed import routed
 
 # The value of the kernels' int64 outputs before a step.
-NONE = -7
+UNSET = -7
 
 
-def begins(
+def step_call(
     *,
     batch=1,
     tokens=1,
@@ -37,18 +37,18 @@ def begins(
     relative = torch.stack([offsets, *[offsets + 1 - base for base in bases], *[offsets - 3] * batch])
     masks = [torch.full((batch, 1, tokens, size), 7).to(dtype) for size in sizes]
     first = [(torch.arange(batch) * 2 - base).clamp(min=0) if starts else None for base in bases]
-    places = [torch.full((21,), NONE) for _ in sizes]
+    places = [torch.full((21,), UNSET) for _ in sizes]
     ids = torch.arange(batch * 30).view(batch, 30) if sources else None
-    further = 1000 + torch.arange(batch * (tokens + 2)).view(batch, -1) if sources > 1 else None
+    extra = 1000 + torch.arange(batch * (tokens + 2)).view(batch, -1) if sources > 1 else None
     return BeginStepCall(
-        torch.full_like(relative, NONE),
+        torch.full_like(relative, UNSET),
         relative,
         *[*masks, None, None][:2],
         *[*first[: len(sizes)], None, None][:2],
         *[*places, None, None][:2],
-        torch.full((batch, tokens), NONE) if sources else None,
+        torch.full((batch, tokens), UNSET) if sources else None,
         ids,
-        further,
+        extra,
         torch.tensor([2, 1]) if header else None,
         position - 2 * header,
         *[*windows, None, None][:2],
@@ -61,8 +61,8 @@ def begins(
     )
 
 
-def check_start(run=routed, device="cpu", **how):
-    calls = [begins(**how), begins(**how)]
+def check_start(run=routed, device="cpu", **terms):
+    calls = [step_call(**terms), step_call(**terms)]
     calls = [
         BeginStepCall(*[one.to(device) if isinstance(one, torch.Tensor) else one for one in call]) for call in calls
     ]
@@ -75,7 +75,7 @@ def check_start(run=routed, device="cpu", **how):
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(
-    "how",
+    "terms",
     [
         {},
         {"sizes": (1025,), "position": 1023},
@@ -89,13 +89,13 @@ def check_start(run=routed, device="cpu", **how):
     ],
     ids=["one", "two blocks", "padded", "drafts", "drafts, window", "two kinds", "rolling", "no mask", "header"],
 )
-def test_begin_step(how, dtype):
-    call = check_start(dtype=dtype, **how)
-    later = 0 if call.header is None else 2
-    assert (call.clock[0] == call.position + later + torch.arange(call.clock.shape[1])).all()
+def test_begin_step(terms, dtype):
+    call = check_start(dtype=dtype, **terms)
+    offset = 0 if call.header is None else 2
+    assert (call.clock[0] == call.position + offset + torch.arange(call.clock.shape[1])).all()
     for name, value in call._asdict().items():
         if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
-            assert (value != NONE).all(), name
+            assert (value != UNSET).all(), name
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 6, 21])
@@ -103,25 +103,25 @@ def test_begin_step(how, dtype):
 @pytest.mark.parametrize("ngram", [1, 3])
 def test_look_up_drafts(ngram, length, tokens):
     generator = torch.Generator().manual_seed(length)
-    found = set()
+    results = set()
     for values in (2, 7, 3000, 2**40):
         for accepted in {0, 1, tokens // 2, tokens}:
             ids = torch.randint(0, values, (1, length), generator=generator)
             selected = torch.randint(0, values, (1, tokens), generator=generator)
             step_ids = torch.cat((ids[:, -1:], selected[:, :-1]), dim=1)
             step_ids[:, 1 + accepted :] = -1
-            headers = torch.full((2, 2), NONE)
+            headers = torch.full((2, 2), UNSET)
             routed("look_up_drafts", ids, step_ids, selected, headers[0], ngram=ngram)
             looked_up_by_torch(ids, step_ids, selected, headers[1], ngram)
             assert headers[0].tolist() == headers[1].tolist()
             assert headers[0, 0] == length + min(accepted, tokens - 1)
-            found.add(bool(headers[0, 1] <= headers[0, 0]))
-    assert found == {True, False} or length < 3
+            results.add(bool(headers[0, 1] <= headers[0, 0]))
+    assert results == {True, False} or length < 3
 
 
 @pytest.mark.parametrize("sources", [1, 2])
 def test_missing_drafts_are_zeros(sources):
-    calls = [begins(tokens=6, sources=sources)._replace(drafts=28 + 8 * (sources - 1)) for _ in range(2)]
+    calls = [step_call(tokens=6, sources=sources)._replace(drafts=28 + 8 * (sources - 1)) for _ in range(2)]
     begun_by_torch(calls[0])
     routed("begin_step", calls[1])
     assert torch.equal(calls[0].input_ids, calls[1].input_ids) and calls[1].input_ids[0, -3:].tolist() == [0, 0, 0]
@@ -147,7 +147,7 @@ def test_starts_that_the_kernel_does_not_support(change, word):
     from hf_rocm.ops.begin_step import _specification
     from hf_rocm.ops.specs.step import BeginStepSpec
 
-    call = begins()._replace(**change)
+    call = step_call()._replace(**change)
     assert word in step.begin_refuses(BeginStepSpec(*_specification(call)), describe(call.clock.device))
     ops.begin_step(call)
     assert (call.clock == call.relative + call.position).all()

@@ -29,12 +29,12 @@ def build_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_every_kernel_builds(architecture):
     done = build_kernels("--json", "--arch", architecture)
     assert done.stdout, done.stderr
-    builts = json.loads(done.stdout)
-    bad = [f"{built['kernel']} {built['form']}: {built['problems']}" for built in builts if built["problems"]]
+    builds = json.loads(done.stdout)
+    bad = [f"{build['kernel']} {build['form']}: {build['problems']}" for build in builds if build["problems"]]
     assert done.returncode == 0, bad
-    assert {built["architecture"] for built in builts} == {architecture}
-    assert all(built["vgprs"] and built["sgprs"] for built in builts), "the assembler's notes were not found"
-    assert {"rms_norm", "act_and_mul", "rope", "matrix_vector"} <= {built["kernel"] for built in builts}
+    assert {build["architecture"] for build in builds} == {architecture}
+    assert all(build["vgprs"] and build["sgprs"] for build in builds), "the assembler's notes were not found"
+    assert {"rms_norm", "act_and_mul", "rope", "matrix_vector"} <= {build["kernel"] for build in builds}
 
 
 def test_build_kernels_prints_a_table_and_exits_with_zero():

@@ -18,7 +18,7 @@ from hf_rocm.ops.specs.attention import AttentionSpec, DecodeSpec
 from hf_rocm.ops.triton import decode
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import check_more_keys, compiled_once, random, roomy, routed, windows
+from tests.triton.routed import check_more_keys, compiled_once, random, routed, windows, with_gaps
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -71,14 +71,14 @@ def check_once(shape, lengths, *, dtype=USUAL, starts=None, window=None, softcap
     s_q, s_k, d = query.shape[2], key.shape[2], query.shape[3]
     lengths = torch.tensor(lengths, dtype=torch.int32)
     starts = None if starts is None else torch.tensor(starts, dtype=torch.int32)
-    how = {"scale": d**-0.5, "starts": starts, "window": window, "softcap": softcap}
+    terms = {"scale": d**-0.5, "starts": starts, "window": window, "softcap": softcap}
     sink = random(shape[1], dtype=dtype, seed=3) if sinks else None
-    eager = eager_decode(query, key, value, lengths, sinks=sink, **how)
+    eager = eager_decode(query, key, value, lengths, sinks=sink, **terms)
     wide = (tensor.double() for tensor in (query, key, value))
-    expected = eager_decode(*wide, lengths, sinks=None if sink is None else sink.double(), **how)
+    expected = eager_decode(*wide, lengths, sinks=None if sink is None else sink.double(), **terms)
     unseen = ~seen_keys(s_q, s_k, lengths, starts, window).any(2).transpose(1, 2).expand(len(key), s_k, 1)[:, None]
-    key, value = key.masked_fill(unseen, torch.nan), roomy(value.masked_fill(unseen, torch.nan))
-    output = routed("decode_attention", query, key, value, lengths, sinks=sink, **how)
+    key, value = key.masked_fill(unseen, torch.nan), with_gaps(value.masked_fill(unseen, torch.nan))
+    output = routed("decode_attention", query, key, value, lengths, sinks=sink, **terms)
     assert output.is_contiguous()
     assert_as_good_as_eager(output, eager, expected)
     return output
@@ -159,7 +159,7 @@ def test_softcap_and_sinks(s_q, terms, dtype):
 
 @pytest.mark.parametrize("factor", [1e4, 1])
 def test_the_softcap_of_large_scores_is_finite(factor):
-    softcapped(*(tensor * factor for tensor in tensors((1, 2, 1, 1, 40, 32, 32), USUAL)))
+    check_softcap(*(tensor * factor for tensor in tensors((1, 2, 1, 1, 40, 32, 32), USUAL)))
 
 
 def test_every_key_can_have_all_the_weight(monkeypatch):
@@ -168,10 +168,12 @@ def test_every_key_can_have_all_the_weight(monkeypatch):
     monkeypatch.setattr(decode, "units", lambda device: 0)
     decode._work.cache_clear()
     query, key, value = tensors((127, 2, 1, 1, 127, 32, 32), USUAL)
-    softcapped(torch.ones_like(query), torch.eye(127, dtype=USUAL)[:, None, :, None].expand_as(key).contiguous(), value)
+    check_softcap(
+        torch.ones_like(query), torch.eye(127, dtype=USUAL)[:, None, :, None].expand_as(key).contiguous(), value
+    )
 
 
-def softcapped(query, key, value):
+def check_softcap(query, key, value):
     lengths = torch.tensor([key.shape[2]])
     output = routed("decode_attention", query, key, value, lengths, scale=1.0, softcap=30.0)
     eager, expected = (
@@ -215,19 +217,19 @@ def check_mask(shape, kind, per, dtype):
     query, key, value = tensors(shape, dtype)
     sizes = {"row": (b, 1, s_q), "head": (b, h, s_q), "query": (1, 1, s_q), "all": (1, 1, 1)}[per]
     mask = torch.rand(*sizes, s_k + 3, generator=torch.Generator().manual_seed(4)) > 0.4
-    # No query sees this block.
+    # No query attends to this block.
     mask[..., 64:128] = False
     mask[..., 0] = True
     hidden = ~mask[..., :s_k].flatten(0, -2).any(0)
     if kind == "additive":
         bias = random(*mask.shape, dtype=dtype, seed=5)
         mask = bias.masked_fill(~mask, torch.finfo(dtype).min)
-    how = {"scale": d**-0.5, "causal": True, "window": s_k - 1, "softcap": None, "sinks": None}
-    eager, _ = eager_attention(query, key, value, mask=mask, **how)
+    terms = {"scale": d**-0.5, "causal": True, "window": s_k - 1, "softcap": None, "sinks": None}
+    eager, _ = eager_attention(query, key, value, mask=mask, **terms)
     wide = mask.double() if kind == "additive" else mask
-    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), mask=wide, **how)
+    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), mask=wide, **terms)
     key, value = (tensor.masked_fill(hidden[:, None], torch.nan) for tensor in (key, value))
-    output, weights = routed("attention", query, key, value, mask=mask, **how)
+    output, weights = routed("attention", query, key, value, mask=mask, **terms)
     assert weights is None
     assert_as_good_as_eager(output, eager, expected)
 
@@ -237,10 +239,10 @@ def check_mask(shape, kind, per, dtype):
 def test_dynamic_caches_and_cross_attention(s_q, causal):
     for keys in LONGER:
         query, key, value = tensors((2, 4, 2, s_q, keys, 32, 48), USUAL)
-        how = {"scale": 0.2, "causal": causal, "mask": None, "window": keys - 79, "softcap": None, "sinks": None}
-        output, _ = routed("attention", query, key, value, **how)
-        expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), **how)
-        assert_as_good_as_eager(output, eager_attention(query, key, value, **how)[0], expected)
+        terms = {"scale": 0.2, "causal": causal, "mask": None, "window": keys - 79, "softcap": None, "sinks": None}
+        output, _ = routed("attention", query, key, value, **terms)
+        expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), **terms)
+        assert_as_good_as_eager(output, eager_attention(query, key, value, **terms)[0], expected)
 
 
 def test_any_strides_are_supported():
@@ -250,8 +252,8 @@ def test_any_strides_are_supported():
     expected = routed("decode_attention", query, key, value, lengths, scale=0.2)
     by_position = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (key, value)]
     part = [torch.cat((tensor, tensor), 2)[:, :, :690] for tensor in (key, value)]
-    apart = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in (key, value)]
-    for pair in (by_position, part, apart):
+    strided = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in (key, value)]
+    for pair in (by_position, part, strided):
         assert not any(tensor.is_contiguous() for tensor in pair)
         assert torch.equal(routed("decode_attention", query, *pair, lengths, scale=0.2), expected)
 
@@ -262,9 +264,9 @@ def test_lengths_are_read_at_run_time():
     lengths, starts = torch.tensor([70, 150]), torch.tensor([0, 149])
     for _ in range(2):
         output = routed("decode_attention", query, key, value, lengths, scale=0.2, starts=starts)
-        how = {"scale": 0.2, "starts": starts, "softcap": None, "sinks": None}
-        expected = eager_decode(*(tensor.double() for tensor in (query, key, value)), lengths, **how)
-        assert_as_good_as_eager(output, eager_decode(query, key, value, lengths, **how), expected)
+        terms = {"scale": 0.2, "starts": starts, "softcap": None, "sinks": None}
+        expected = eager_decode(*(tensor.double() for tensor in (query, key, value)), lengths, **terms)
+        assert_as_good_as_eager(output, eager_decode(query, key, value, lengths, **terms), expected)
         lengths += 49
         starts -= 60
 
@@ -278,9 +280,9 @@ def test_empty_batches_and_calls_without_keys_are_supported(monkeypatch):
     monkeypatch.setattr(decode, "units", lambda device: 0)
     decode._work.cache_clear()
     output, _ = routed("attention", query, key, value, scale=1.0)
-    how = {"scale": 1.0, "causal": False, "mask": None, "window": None, "softcap": None, "sinks": None}
-    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), **how)
-    assert_as_good_as_eager(output, eager_attention(query, key, value, **how)[0], expected)
+    terms = {"scale": 1.0, "causal": False, "mask": None, "window": None, "softcap": None, "sinks": None}
+    expected, _ = eager_attention(*(tensor.double() for tensor in (query, key, value)), **terms)
+    assert_as_good_as_eager(output, eager_attention(query, key, value, **terms)[0], expected)
 
 
 HEADS = {"dtype": USUAL, "device": CPU, "heads": 4, "kv_heads": 2, "head_dim": 16, "value_dim": 16}
@@ -315,7 +317,7 @@ def test_first_use_checks_pass_and_detect_a_wrong_result(name, monkeypatch):
     operation, kind = name.partition(",")[0], tuple(FORMS[name])
     assert probe_cases.check(operation, "triton", "decode_kernel", kind) is None
     stock = decode._traced
-    monkeypatch.setattr(decode, "_traced", lambda *given: stock(*given) + 1)
+    monkeypatch.setattr(decode, "_traced", lambda *arguments: stock(*arguments) + 1)
     assert "wrong by" in probe_cases.check(operation, "triton", "decode_kernel", kind)
     if operation == "decode_attention":
         monkeypatch.setattr(decode, "_traced", lambda q, k, v, lengths, *rest: stock(q, k, v, lengths + 1, *rest))
@@ -369,7 +371,7 @@ def test_a_mask_may_have_one_element_for_all_keys(dtype):
         ops.attention(query, key, value, scale=0.3, mask=memory[..., :3])
 
 
-@pytest.mark.skipif(suite.gpu() is not None, reason="the memory of machine code is not filled")
+@pytest.mark.skipif(suite.gpu() is not None, reason="with machine code, new tensors are NaN in every test")
 def test_partial_results_that_no_program_wrote_are_not_used(monkeypatch):
     deterministic = torch.are_deterministic_algorithms_enabled()
     # This setting fills new tensors with NaN.

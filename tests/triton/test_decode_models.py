@@ -47,10 +47,10 @@ def pair(request):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_greedy_tokens_equal_stock(pair, cache):
     output, stock = pair
-    how = {"attention_mask": PADDING, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
-    how["cache_implementation"] = cache
+    arguments = {"attention_mask": PADDING, "max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    arguments["cache_implementation"] = cache
     with torch.no_grad(), ops.recording() as routes:
-        actual = output.generate(tokens(2, 5), **how)
-        assert torch.equal(actual, stock.generate(tokens(2, 5), **how))
+        actual = output.generate(tokens(2, 5), **arguments)
+        assert torch.equal(actual, stock.generate(tokens(2, 5), **arguments))
     steps = [route for route in routes if "attention" in route.operation and route.shapes[0][2] == 1]
     assert len(steps) == 8 and {route.tier for route in steps} == {"triton"}

@@ -45,13 +45,13 @@ def test_states_may_be_views_of_wider_buffers():
     """The states are views of larger buffers, and the rest of the buffers does not change."""
     inputs, keywords = drawn(torch.bfloat16)
     expected = converted(keywords)
-    right = step(*inputs, **expected)
+    output = step(*inputs, **expected)
     wide = {}
     for name in ("conv_state", "state"):
         buffer = torch.full((4, *keywords[name].shape[1:]), 7.0, dtype=keywords[name].dtype)
         buffer[1:3] = keywords[name]
         wide[name], keywords[name] = buffer, buffer[1:3]
-    assert torch.equal(step(*inputs, **keywords), right)
+    assert torch.equal(step(*inputs, **keywords), output)
     for name, buffer in wide.items():
         assert torch.equal(buffer[1:3], expected[name])
         assert (buffer[0] == 7).all() and (buffer[3] == 7).all()
@@ -73,10 +73,10 @@ def test_large_and_small_decays_equal_the_eager_tier(logit):
     inputs, keywords = drawn(torch.float32)
     inputs[5] = torch.full_like(inputs[5], logit)
     keywords["bias"].zero_()
-    fused, its = converted(keywords), converted(keywords)
-    out, expected = step(*inputs, **fused), eager(*inputs, **its)
+    fused, reference = converted(keywords), converted(keywords)
+    out, expected = step(*inputs, **fused), eager(*inputs, **reference)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(fused["state"], its["state"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(fused["state"], reference["state"], rtol=1e-5, atol=1e-6)
 
 
 def test_an_empty_batch_returns_an_empty_output():

@@ -37,9 +37,9 @@ def test_gated_delta_prefill(sizes, dtype):
     check(prefill, *drawn(dtype, **sizes))
 
 
-@pytest.mark.parametrize("what", HARD.values(), ids=HARD)
-def test_extreme_values_are_as_accurate_as_the_eager_tier(what):
-    check(prefill, *hard(torch.float32, what, length=40, **SMALL))
+@pytest.mark.parametrize("values", HARD.values(), ids=HARD)
+def test_extreme_values_are_as_accurate_as_the_eager_tier(values):
+    check(prefill, *hard(torch.float32, values, length=40, **SMALL))
 
 
 @pytest.mark.skipif(

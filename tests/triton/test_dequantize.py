@@ -19,11 +19,11 @@ from tests.triton.routed import compiled_once, here, random
 from tests.triton.test_quantized import BF16, FORMATS, FORMS, FP16, SPEC, as_good_as_eager, each_format, rounded
 
 FP32 = torch.float32
-MANY = SPEC._replace(rows=0)
+MANY_ROWS = SPEC._replace(rows=0)
 each_dtype = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 
 
-def same(output: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(output: torch.Tensor, expected: torch.Tensor) -> None:
     assert output.dtype == expected.dtype and torch.equal(output.isnan(), expected.isnan())
     assert torch.equal(output.nan_to_num(0.0), expected.nan_to_num(0.0))
 
@@ -47,7 +47,7 @@ def test_eight_bit_weights_equal_the_torch_tier(k, format, dtype):
     # Weights have no NaN codes.
     data[0] = torch.where(codes.float().isnan(), data[0].float(), codes.float()).to(format)
     scale[4] = torch.nan
-    same(quantized._dequantized(data, scale, dtype), dequantize_rows(data, scale, dtype))
+    assert_same(quantized._dequantized(data, scale, dtype), dequantize_rows(data, scale, dtype))
 
 
 # The values of K result in runs of 16, 32 and 64 numbers, in partial blocks, and in several programs.
@@ -58,7 +58,7 @@ def test_four_bit_weights_equal_the_torch_tier(k, group, dtype):
     weight = extreme(5, k)
     weight[4, k - 1] = torch.nan
     words, scale = quantize_groups(weight, group)
-    same(quantized._dequantized(words, scale, dtype), dequantize_groups(words, scale, dtype))
+    assert_same(quantized._dequantized(words, scale, dtype), dequantize_groups(words, scale, dtype))
 
 
 @each_dtype
@@ -68,13 +68,13 @@ def test_zero_points_are_subtracted(k, group, dtype):
     zeros = torch.arange(17 * (k // group)).remainder(17).view(scale.shape).to(torch.uint8)
     for scales in (BF16, FP16, FP32):
         expected = dequantize_groups(words, scale.to(scales), dtype, zeros)
-        same(quantized._dequantized(words, scale.to(scales), dtype, zeros), expected)
+        assert_same(quantized._dequantized(words, scale.to(scales), dtype, zeros), expected)
         assert not torch.equal(expected, dequantize_groups(words, scale.to(scales), dtype))
 
 
 def test_short_runs_are_dequantised():
     words, scale = quantize_groups(extreme(5, 32), 32)
-    same(quantized._dequantized(words, scale, BF16), dequantize_groups(words, scale, BF16))
+    assert_same(quantized._dequantized(words, scale, BF16), dequantize_groups(words, scale, BF16))
 
 
 def encoded(weight: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -103,7 +103,7 @@ def test_many_rows_use_a_dequantised_weight(kind, form):
         codes = torch.arange(n * k).remainder(256).to(torch.uint8).view(n, k)
         # Weights have no NaN codes.
         data = codes.masked_fill(codes.view(kind).float().isnan(), 0).view(kind)
-        same(quantized._dequantized(data, scale, BF16), dequantize_rows(data, scale, BF16))
+        assert_same(quantized._dequantized(data, scale, BF16), dequantize_rows(data, scale, BF16))
 
 
 @pytest.mark.parametrize("kind", [INT8, 32], ids=str)
@@ -134,13 +134,13 @@ def test_few_rows_are_not_rounded(format):
 def test_rounded_gemms_of_aiter_come_first(monkeypatch):
     tiers = {False: "triton", True: "aiter"}
     monkeypatch.setattr(operation, "_tier", lambda spec: tiers[spec.round_input])
-    assert not operation.keeps_rows(MANY, 65) and operation.keeps_rows(SPEC, 1)
+    assert not operation.keeps_rows(MANY_ROWS, 65) and operation.keeps_rows(SPEC, 1)
 
 
 @pytest.mark.parametrize("kind", [INT8, 128], ids=str)
 def test_the_first_use_check_passes(kind):
     group = 0 if kind == INT8 else kind
-    spec = MANY._replace(format=torch.int32 if group else kind, group=group, k=128)
+    spec = MANY_ROWS._replace(format=torch.int32 if group else kind, group=group, k=128)
     assert probe_cases.check("quantized_linear", "triton", quantized.DEQUANTIZE, spec) is None
 
 
@@ -155,5 +155,5 @@ def test_the_first_use_check_passes(kind):
     ids=str,
 )
 def test_unsupported_calls_are_refused(change, reason):
-    assert reason in str(quantized.dequantize_refuses(MANY._replace(**change), here()))
-    assert quantized.dequantize_refuses(MANY, here()) is None
+    assert reason in str(quantized.dequantize_refuses(MANY_ROWS._replace(**change), here()))
+    assert quantized.dequantize_refuses(MANY_ROWS, here()) is None

@@ -104,7 +104,7 @@ def test_a_kernel_is_checked_in_a_child_before_its_first_use(monkeypatch, tmp_pa
         with options.override(tier="triton", probe=True):
             ops.rms_norm(x, weight, eps=1e-6)
             ops.rms_norm(x, weight, eps=1e-6)
-        assert [(options["tier"], options["name"]) for options in requests] == [("triton", "rms_norm_kernel")]
+        assert [(request["tier"], request["name"]) for request in requests] == [("triton", "rms_norm_kernel")]
         assert len(list(tmp_path.rglob("*.json"))) == 1
     finally:
         probe.forget()

@@ -17,7 +17,7 @@ from hf_rocm.ops.triton import quantized
 from hf_rocm.ops.triton.tiles import NARROW
 from tests.amdgcn import suite
 from tests.triton.routed import compiled_once, here, random, routed
-from tests.triton.test_dequantize import MANY, same
+from tests.triton.test_dequantize import MANY_ROWS, assert_same
 from tests.triton.test_quantized import BF16, FORMS, FP16, SPEC, as_good_as_eager, check_once
 
 FP32 = torch.float32
@@ -25,7 +25,7 @@ RDNA3 = (suite.arch() or "").startswith("gfx11")
 GFX1100 = Device("cuda", True, "gfx1100")
 served = pytest.mark.skipif(RDNA3, reason="refused on RDNA 3, as test_norm_gate_and_residual_are_fused shows")
 # In machine code, the loop over K takes several iterations.
-LAPS = 1 if suite.gpu() is None else 9
+ITERATIONS = 1 if suite.gpu() is None else 9
 
 
 def blocks(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +38,7 @@ def blocks(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 @served
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 16, 17, 33, 64])
 def test_every_class_of_rows(m):
-    k = 144 + 128 * LAPS
+    k = 144 + 128 * ITERATIONS
     check_once(random(m, k, dtype=BF16), *blocks(150, k), None)
 
 
@@ -50,7 +50,7 @@ def test_every_class_of_rows(m):
 @pytest.mark.parametrize("m", [1, 3])
 def test_odd_sizes(m, n, k, dtype):
     # With a larger K, the loop takes several iterations.
-    for columns in {k, k + 1024 * (LAPS > 1 and k < 1024)}:
+    for columns in {k, k + 1024 * (ITERATIONS > 1 and k < 1024)}:
         check_once(random(2, m, columns, dtype=dtype)[:1], *blocks(n, columns), random(n, dtype=dtype, seed=2))
 
 
@@ -62,7 +62,7 @@ def test_wide_weights_use_their_own_tile():
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5])
 def test_norm_gate_and_residual_are_fused(m, form):
-    n, k = 512, 72 + 128 * LAPS
+    n, k = 512, 72 + 128 * ITERATIONS
     columns = n // 2 if "activation" in form else n
     x = random(1, m, k, dtype=BF16)
     more: dict[str, Any] = {"activation": form.get("activation")}
@@ -81,7 +81,7 @@ def test_norm_gate_and_residual_are_fused(m, form):
 @served
 @pytest.mark.parametrize("m", [1, 2])
 def test_every_scale_applies_to_its_block(m):
-    """With all numbers equal to 1, and a single nonzero column of x, the results are the scales themselves."""
+    """With all weights equal to 1, and a single nonzero column of x, the results are the scales themselves."""
     n, k = 260, 1100
     data = torch.ones(n, k).to(FP8)
     scale = 2.0 ** torch.arange(-13, 14).view(3, 9)
@@ -118,7 +118,7 @@ def test_dequantised_weights_equal_the_torch_tier(k, dtype):
     codes = (torch.arange(k) * 37 % 256).to(torch.uint8).view(FP8)
     data[0] = torch.where(codes.float().isnan(), data[0].float(), codes.float()).to(FP8)
     scale[1, -1] = torch.nan
-    same(quantized._dequantized(data, scale, dtype), dequantize_blocks(data, scale, dtype))
+    assert_same(quantized._dequantized(data, scale, dtype), dequantize_blocks(data, scale, dtype))
 
 
 @pytest.mark.parametrize("form", [{"bias": True}, {"activation": "silu"}], ids=str)
@@ -144,7 +144,7 @@ def test_it_compiles_into_one_graph(m):
 
 @served
 def test_the_first_use_checks_pass():
-    spec = MANY._replace(format=FP8, group=BLOCK, k=144, n=256, activation="silu")
+    spec = MANY_ROWS._replace(format=FP8, group=BLOCK, k=144, n=256, activation="silu")
     names = (quantized.NAME, quantized.DEQUANTIZE)
     assert [probe_cases.check("quantized_linear", "triton", name, spec) for name in names] == [None, None]
 

@@ -42,8 +42,8 @@ def blocks(monkeypatch):
 @each_layout
 def test_experts_are_as_accurate_as_the_eager_tier(layout, dtype):
     tokens, experts_, top, hidden, inner = ODD
-    for further in LONGER:
-        sizes = (hidden + further, inner + further)
+    for extra in LONGER:
+        sizes = (hidden + extra, inner + extra)
         check(*drawn((tokens if dtype == BF16 else 2, experts_, top, *sizes), dtype, layout))
 
 
@@ -51,8 +51,8 @@ def test_experts_are_as_accurate_as_the_eager_tier(layout, dtype):
 @pytest.mark.parametrize("tokens", [1, 2])
 def test_every_number_of_experts_is_supported(tokens, top):
     for layout in ("plain", "gpt_oss", "llama4"):
-        for further in LONGER:
-            check(*drawn((tokens, 9, top, 24 + further, 11 + further), BF16, LAYOUTS[layout]))
+        for extra in LONGER:
+            check(*drawn((tokens, 9, top, 24 + extra, 11 + extra), BF16, LAYOUTS[layout]))
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -62,8 +62,8 @@ def test_every_number_of_experts_is_supported(tokens, top):
 def test_every_layout_of_the_weights_is_supported(sizes, biases, transposed, interleaved):
     """Some sizes are multiples of the block sizes, and some are not."""
     form = {"biases": biases, "transposed": transposed, "interleaved": interleaved}
-    for further in LONGER:
-        check(*drawn((2, 4, 2, *(size + further for size in sizes)), BF16, form))
+    for extra in LONGER:
+        check(*drawn((2, 4, 2, *(size + extra for size in sizes)), BF16, form))
 
 
 @pytest.mark.parametrize("layout", ["plain", "gpt_oss", "llama4"])
@@ -75,10 +75,10 @@ def test_the_tiles_of_a_gpu_have_the_same_results(tokens, sizes, layout, monkeyp
 
 
 def test_blocks_divide_the_sizes_of_the_compiled_builds():
-    for cut, n, k in ((GATE_UP(False), 768, 2048), (DOWN(1, 8, False), 2048, 768)):
-        assert experts._even(n, k, cut)
-    for cut in (GATE_UP(True), DOWN(1, 4, True), DOWN(8, 4, True)):
-        assert experts._even(2880, 2880, cut)
+    for tile, n, k in ((GATE_UP(False), 768, 2048), (DOWN(1, 8, False), 2048, 768)):
+        assert experts._even(n, k, tile)
+    for tile in (GATE_UP(True), DOWN(1, 4, True), DOWN(8, 4, True)):
+        assert experts._even(2880, 2880, tile)
 
 
 @pytest.mark.parametrize("weights_dtype", [torch.float32, BF16], ids=str)
@@ -100,22 +100,24 @@ def test_views_are_read_with_their_strides():
     expected = routed("experts", x, gate_up, down, ids, weights)
     wide = random(5, 23, dtype=BF16)
     wide[:, 3:] = x
-    far = torch.cat((ids, ids), 1), torch.cat((weights, weights), 1)
+    routing = torch.cat((ids, ids), 1), torch.cat((weights, weights), 1)
     flat = random(1 + down.numel(), dtype=BF16)
     flat[1:] = down.flatten()
-    moved = flat[1:].view(down.shape)
-    assert torch.equal(routed("experts", wide[:, 3:], gate_up, moved, *(tensor[:, :3] for tensor in far)), expected)
+    shifted = flat[1:].view(down.shape)
+    assert torch.equal(
+        routed("experts", wide[:, 3:], gate_up, shifted, *(tensor[:, :3] for tensor in routing)), expected
+    )
 
 
 @each_layout
 def test_biases_are_read_with_their_strides(layout):
     """Every other column of a wider bias, and one bias for all experts."""
     tensors, keywords = drawn(ODD, BF16, {**layout, "biases": True})
-    apart, shared = dict(keywords), dict(keywords)
+    strided, shared = dict(keywords), dict(keywords)
     for name in ("gate_up_bias", "down_bias"):
-        apart[name] = torch.stack((keywords[name], random(*keywords[name].shape, dtype=BF16)), -1).flatten(1)[:, ::2]
+        strided[name] = torch.stack((keywords[name], random(*keywords[name].shape, dtype=BF16)), -1).flatten(1)[:, ::2]
         shared[name] = keywords[name][:1].expand_as(keywords[name])
-    assert torch.equal(routed("experts", *tensors, **apart), routed("experts", *tensors, **keywords))
+    assert torch.equal(routed("experts", *tensors, **strided), routed("experts", *tensors, **keywords))
     check(tensors, shared)
 
 
@@ -143,11 +145,11 @@ def test_unselected_experts_are_not_read():
 def test_a_single_token_equals_its_result_in_a_batch():
     (x, gate_up, down, ids, weights), keywords = drawn((5, 8, 4, 40, 24), BF16, LAYOUTS["gpt_oss"])
     check((x, gate_up, down, ids, weights), keywords)
-    together = routed("experts", x, gate_up, down, ids, weights, **keywords)
+    batched = routed("experts", x, gate_up, down, ids, weights, **keywords)
     for row in range(5):
         part = slice(row, row + 1)
-        alone = routed("experts", x[part], gate_up, down, ids[part], weights[part], **keywords)
-        assert torch.equal(alone, together[part])
+        single = routed("experts", x[part], gate_up, down, ids[part], weights[part], **keywords)
+        assert torch.equal(single, batched[part])
 
 
 def test_zero_tokens_give_an_empty_output():
@@ -230,7 +232,7 @@ def check(tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
     """Compare with float64. In machine code, also check large gates, and NaN in skipped experts and some tokens."""
     for scale in (1, 30) if suite.gpu() is not None else (1,):
         call = (tensors[0] * scale, *tensors[1:])
-        call, read = (call, call) if scale == 1 else apart_from_others(*call)
+        call, read = (call, call) if scale == 1 else with_skipped_experts(*call)
         output = routed("experts", *read, **keywords)
         assert_as_good_as_eager(output, eager(call, keywords), reference(call, keywords))
     if suite.gpu() is None or len(tensors[0]) < 2:
@@ -238,17 +240,19 @@ def check(tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
     # NaN in some tokens affects only the outputs of these tokens.
     for first in (0, 1):
         rows = torch.arange(len(tensors[0])) % 2 == first
-        apart = routed("experts", call[0].masked_fill(rows[:, None], torch.nan), *call[1:], **keywords)
-        assert apart[rows].isnan().all() and torch.equal(apart[~rows], output[~rows])
+        masked = routed("experts", call[0].masked_fill(rows[:, None], torch.nan), *call[1:], **keywords)
+        assert masked[rows].isnan().all() and torch.equal(masked[~rows], output[~rows])
 
 
-def apart_from_others(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
+def with_skipped_experts(
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, ids: torch.Tensor, *rest: Any
+) -> Any:
     """Returns a call that skips experts between the selected ones, and the same call with NaN in skipped experts."""
     ids = (ids.argsort(-1) * max(1, (len(down) - 1) // ids.shape[1])).to(ids.dtype)
     others = torch.ones(len(down), 1, 1, dtype=torch.bool)
     others[ids] = False
-    lost = (weight.masked_fill(others, torch.nan) for weight in (gate_up, down))
-    return (x, gate_up, down, ids, *rest), (x, *lost, ids, *rest)
+    masked = (weight.masked_fill(others, torch.nan) for weight in (gate_up, down))
+    return (x, gate_up, down, ids, *rest), (x, *masked, ids, *rest)
 
 
 def spec(**change: Any) -> ExpertsSpec:

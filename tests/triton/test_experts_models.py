@@ -51,9 +51,9 @@ def test_greedy_tokens_equal_stock(name):
             parameter.normal_(0, 0.15)
     hf_rocm.activate(name)
     actual = hf_rocm.prepare(deepcopy(stock), force=True)
-    how = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    arguments = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
     with torch.no_grad(), options.override(tier=KERNELS), ops.recording() as routes:
-        assert torch.equal(actual.generate(tokens(2, 5), **how), stock.generate(tokens(2, 5), **how))
+        assert torch.equal(actual.generate(tokens(2, 5), **arguments), stock.generate(tokens(2, 5), **arguments))
     for operation in ("choose_experts", "experts"):
         served = [(route.tier, route.shapes[0][0]) for route in routes if route.operation == operation]
         assert served == [("triton", rows) for rows in (10, 2, 2, 2) for _ in range(2)]
@@ -65,8 +65,8 @@ def test_tokens_of_an_mxfp4_checkpoint_equal_stock(tmp_path):
 
     stock, ids = mxfp4.write(tmp_path), tokens(2, 5) % 96
     actual = hf_rocm.from_pretrained(tmp_path, force=True, attn_implementation="eager")
-    how = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    arguments = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
     with torch.no_grad(), options.override(tier=KERNELS), ops.recording() as routes:
-        assert torch.equal(actual.generate(ids, **how), stock.generate(ids, **how))
+        assert torch.equal(actual.generate(ids, **arguments), stock.generate(ids, **arguments))
     served = [(route.tier, route.name, route.shapes[0][0]) for route in routes if route.operation == "mxfp4_experts"]
     assert served == [("triton", "chosen_experts", rows) for rows in (10, 2, 2) for _ in range(mxfp4.LAYERS)]

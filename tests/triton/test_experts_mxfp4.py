@@ -39,9 +39,9 @@ def tiles(monkeypatch):
 @each_dtype
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_experts_are_as_accurate_as_the_eager_tier(tokens, dtype):
-    for further in LONGER:
-        check(*drawn((tokens, 5, 2, 96 + further, 64), dtype))
-        check(*drawn((tokens, 5, 2, 64, 96 + further), dtype))
+    for extra in LONGER:
+        check(*drawn((tokens, 5, 2, 96 + extra, 64), dtype))
+        check(*drawn((tokens, 5, 2, 64, 96 + extra), dtype))
 
 
 @pytest.mark.parametrize("top", [1, 2, 3, 4, 6, 8])
@@ -52,9 +52,9 @@ def test_every_number_of_experts_is_supported(top):
 @each_dtype
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_other_gates_without_biases_are_supported(activation, dtype):
-    for further in LONGER:
-        check(*unbiased(drawn((3, 5, 2, 96 + further, 64), dtype)[0], activation))
-        check(*unbiased(drawn((1, 5, 3, 64, 96 + further), dtype)[0], activation))
+    for extra in LONGER:
+        check(*unbiased(drawn((3, 5, 2, 96 + extra, 64), dtype)[0], activation))
+        check(*unbiased(drawn((1, 5, 3, 64, 96 + extra), dtype)[0], activation))
 
 
 @pytest.mark.parametrize("sizes", [(32, 32), (160, 96), (64, 224)], ids=str)
@@ -88,7 +88,7 @@ def test_every_value_is_decoded_at_every_position(dtype):
     }
     gate_up = torch.zeros(1, 64, 1, 16, dtype=torch.uint8)
     scales = {n: torch.full((1, n, 1), 127, dtype=torch.uint8) for n in (32, 64)}
-    nothing, ids, one = torch.zeros(1, 32, dtype=dtype), torch.zeros(1, 1).long(), torch.ones(1, 1, dtype=dtype)
+    zeros, ids, one = torch.zeros(1, 32, dtype=dtype), torch.zeros(1, 1).long(), torch.ones(1, 1, dtype=dtype)
     for column in range(0, 32, 1 if suite.gpu() is not None else 5):
         bias = torch.zeros(1, 64, dtype=dtype)
         # `up + 1` is zero in all columns but one.
@@ -97,7 +97,7 @@ def test_every_value_is_decoded_at_every_position(dtype):
         # The sigmoid of 64 is 1.
         inner = 64 / 32
         first = gate_up, scales[64], bias
-        output = routed("mxfp4_experts", nothing, *first, down, scales[32], nothing, ids, one, limit=64.0, alpha=1.0)
+        output = routed("mxfp4_experts", zeros, *first, down, scales[32], zeros, ids, one, limit=64.0, alpha=1.0)
         assert torch.equal(output[0], inner * weight[:, column])
 
 
@@ -143,9 +143,9 @@ def test_small_and_large_inputs_lose_no_precision(magnitude):
     """The scales of the first GEMM cancel the magnitude of x."""
     (x, gate_up, scales, *rest), keywords = drawn((2, 3, 2, 64, 32), BF16)
     exponent = int(torch.tensor(magnitude).log2())
-    moved = x * magnitude, gate_up, (scales.int() - exponent).to(torch.uint8), *rest
+    scaled = x * magnitude, gate_up, (scales.int() - exponent).to(torch.uint8), *rest
     expected = routed("mxfp4_experts", x, gate_up, scales, *rest, **keywords)
-    assert torch.equal(routed("mxfp4_experts", *moved, **keywords), expected)
+    assert torch.equal(routed("mxfp4_experts", *scaled, **keywords), expected)
 
 
 def test_unselected_experts_are_not_read():
@@ -160,11 +160,11 @@ def test_unselected_experts_are_not_read():
 
 def test_a_single_token_equals_its_result_in_a_batch():
     (x, *stored, ids, weights), keywords = drawn((5, 8, 4, 64, 32), BF16)
-    together = routed("mxfp4_experts", x, *stored, ids, weights, **keywords)
+    batched = routed("mxfp4_experts", x, *stored, ids, weights, **keywords)
     for row in range(5):
         part = slice(row, row + 1)
-        alone = routed("mxfp4_experts", x[part], *stored, ids[part], weights[part], **keywords)
-        assert torch.equal(alone, together[part])
+        single = routed("mxfp4_experts", x[part], *stored, ids[part], weights[part], **keywords)
+        assert torch.equal(single, batched[part])
 
 
 def test_rows_may_be_strided_and_blocks_unaligned():

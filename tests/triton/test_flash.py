@@ -20,7 +20,7 @@ from hf_rocm.ops.triton.tiles import FlashTile, flash_tile
 from hf_rocm.ops.varlen import eager_varlen
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import compiled_once, here, random, roomy, routed
+from tests.triton.routed import compiled_once, here, random, routed, with_gaps
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -61,15 +61,15 @@ def check_once(
     (h, kv_heads), (d, value_dim) = heads, dims
     query = random(sum(queries) + 3, h, d, dtype=dtype)
     key = random(sum(keys), kv_heads, d, dtype=dtype, seed=1)
-    value = roomy(random(sum(keys), kv_heads, value_dim, dtype=dtype, seed=2))
+    value = with_gaps(random(sum(keys), kv_heads, value_dim, dtype=dtype, seed=2))
     ends = [torch.tensor([0, *accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys)]
     sink = random(h, dtype=dtype, seed=3) if sinks else None
-    how = {"longest_query": max(queries), "longest_key": max(keys), "scale": d**-0.5}
-    how |= {"causal": causal, "window": window, "softcap": softcap, "lse": lse}
+    terms = {"longest_query": max(queries), "longest_key": max(keys), "scale": d**-0.5}
+    terms |= {"causal": causal, "window": window, "softcap": softcap, "lse": lse}
     real = query[: sum(queries)]
-    eager = eager_varlen(real, key, value, *ends, sinks=sink, **how)
-    expected = eager_varlen(*wide(real, key, value), *ends, sinks=None if sink is None else sink.double(), **how)
-    output = routed("varlen_attention", query, key, value, *ends, sinks=sink, **how)
+    eager = eager_varlen(real, key, value, *ends, sinks=sink, **terms)
+    expected = eager_varlen(*wide(real, key, value), *ends, sinks=None if sink is None else sink.double(), **terms)
+    output = routed("varlen_attention", query, key, value, *ends, sinks=sink, **terms)
     if lse:
         (output, sums), (eager, eager_sums), (expected, oracle) = output, eager, expected
         assert sums.shape == (len(query), h) and sums.dtype == torch.float32 and sums.is_contiguous()
@@ -130,13 +130,13 @@ def test_softcap_and_sinks(terms, dtype):
     ids=str,
 )
 def test_log_sum_exp(terms, dtype):
-    """In causal calls, some queries of the second sequence see no keys. The third sequence has no keys."""
+    """In causal calls, some queries of the second sequence attend to no keys. The third sequence has no keys."""
     check((4, 2), (64, 64), [37, 8, 3, 2], [37, 5, 0, 40], dtype=dtype, lse=True, **terms)
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_causal_queries_before_the_first_key_return_zeros(causal):
-    """Causal queries before the first key see no keys, so their outputs are zero, even with a sink."""
+    """Causal queries before the first key attend to no keys, so their outputs are zero, even with a sink."""
     for sinks in (False, True):
         output = check((2, 1), (32, 32), [21], [5], causal=causal, sinks=sinks)
         assert (output[:16] == 0).all() == causal and (output[16:21] != 0).all()
@@ -167,14 +167,14 @@ def check_dense(s_q, s_k, causal, dtype, window):
     hidden = key.clone(), value.clone()
     for tensor in hidden:
         tensor[:, :, s_k:] = torch.nan
-    how = {"scale": 0.2, "causal": causal, "mask": None, "window": window, "softcap": 2.0}
+    terms = {"scale": 0.2, "causal": causal, "mask": None, "window": window, "softcap": 2.0}
     key, value = key[:, :, :s_k], value[:, :, :s_k]
     if s_k:
-        eager, _ = eager_attention(query, key, value, sinks=None, **how)
-        expected, _ = eager_attention(*wide(query, key, value), sinks=None, **how)
+        eager, _ = eager_attention(query, key, value, sinks=None, **terms)
+        expected, _ = eager_attention(*wide(query, key, value), sinks=None, **terms)
     else:
         eager = expected = torch.zeros(2, s_q, 6, 32, dtype=dtype)
-    output, weights = routed("attention", query, *(tensor[:, :, :s_k] for tensor in hidden), sinks=None, **how)
+    output, weights = routed("attention", query, *(tensor[:, :, :s_k] for tensor in hidden), sinks=None, **terms)
     assert weights is None and output.is_contiguous()
     assert_as_good_as_eager(output, eager, expected.double())
 
@@ -182,8 +182,8 @@ def check_dense(s_q, s_k, causal, dtype, window):
 def test_any_strides_and_empty_batches_are_supported():
     query, key, value = (random(2, heads, LONGER, 32, dtype=USUAL, seed=seed) for seed, heads in enumerate((4, 2, 2)))
     expected, _ = routed("attention", query, key, value, scale=0.2, causal=True, softcap=2.0)
-    apart = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in (query, key, value)]
-    assert torch.equal(routed("attention", *apart, scale=0.2, causal=True, softcap=2.0)[0], expected)
+    strided = [tensor.transpose(2, 3).contiguous().transpose(2, 3) for tensor in (query, key, value)]
+    assert torch.equal(routed("attention", *strided, scale=0.2, causal=True, softcap=2.0)[0], expected)
     assert routed("attention", query[:0], key[:0], value[:0], scale=1.0)[0].shape == (0, LONGER, 4, 32)
 
 
@@ -191,12 +191,12 @@ def test_ends_are_read_at_run_time():
     """Call again after the ends were changed in place, as in a recorded graph of a batch."""
     query, key = random(40, 2, 16, dtype=USUAL), random(50, 1, 16, dtype=USUAL, seed=1)
     ends = torch.tensor([0, 30, 31, 40], dtype=torch.int32)
-    how = {"longest_query": 40, "longest_key": 50, "scale": 0.2, "causal": True, "softcap": None, "window": None}
+    terms = {"longest_query": 40, "longest_key": 50, "scale": 0.2, "causal": True, "softcap": None, "window": None}
     for change in ([0, 0, 0, 0], [0, -25, 5, -2]):
         ends += torch.tensor(change, dtype=torch.int32)
-        output = routed("varlen_attention", query, key, key, ends, ends, **how)
-        expected = eager_varlen(*wide(query, key, key), ends, ends, sinks=None, **how)
-        eager = eager_varlen(query, key, key, ends, ends, sinks=None, **how)
+        output = routed("varlen_attention", query, key, key, ends, ends, **terms)
+        expected = eager_varlen(*wide(query, key, key), ends, ends, sinks=None, **terms)
+        eager = eager_varlen(query, key, key, ends, ends, sinks=None, **terms)
         assert_as_good_as_eager(output, eager, expected)
 
 
@@ -231,7 +231,7 @@ def test_first_use_checks_pass_and_detect_a_wrong_result(operation, spec, monkey
     assert probe_cases.check(operation, "triton", "flash_kernel", tuple(spec)) is None
     stock = flash._traced
     # Pass a wrong window.
-    monkeypatch.setattr(flash, "_traced", lambda *given: stock(*given[:-2], 3, given[-1]))
+    monkeypatch.setattr(flash, "_traced", lambda *arguments: stock(*arguments[:-2], 3, arguments[-1]))
     assert "wrong by" in probe_cases.check(operation, "triton", "flash_kernel", tuple(spec))
 
 

@@ -15,7 +15,7 @@ from hf_rocm.ops.four_bit import CODES, Nested, dequantize_groups
 from hf_rocm.ops.triton import quantized
 from tests.amdgcn import suite
 from tests.triton.routed import compiled_once, here, random, routed
-from tests.triton.test_dequantize import same
+from tests.triton.test_dequantize import assert_same
 from tests.triton.test_quantized import BF16, FORMS, FP16, SPEC, check
 
 each_code = pytest.mark.parametrize("code", CODES)
@@ -36,7 +36,7 @@ def drawn(n: int, k: int, group: int, *, double: bool = False, seed: int = 0) ->
     return words, {"scale": levels, "nested": Nested(torch.linspace(-1, 1, 256), factors)}
 
 
-def product(x: torch.Tensor, n: int, k: int, group: int, code: str, *, double: bool = False, **more: Any) -> None:
+def check_gemm(x: torch.Tensor, n: int, k: int, group: int, code: str, *, double: bool = False, **more: Any) -> None:
     words, rest = drawn(n, k, group, double=double)
     check(x, words, rest["scale"], more.pop("bias", None), code=code, nested=rest.get("nested"), **more)
 
@@ -47,7 +47,7 @@ def product(x: torch.Tensor, n: int, k: int, group: int, code: str, *, double: b
 def test_every_class_of_rows(m, double, code):
     # With K = 2560, the loop takes several iterations.
     for k in (512,) if suite.gpu() is None else (512, 2560):
-        product(random(m, k, dtype=BF16), 67, k, 64, code, double=double)
+        check_gemm(random(m, k, dtype=BF16), 67, k, 64, code, double=double)
 
 
 # The sizes result in runs of 64, 32 and 16, partial iterations of the loop, groups longer than a block of runs, and one
@@ -66,7 +66,7 @@ def test_every_group_and_run(m, k, group, double):
         return
     for copies in (1,) if suite.gpu() is None or k > 640 else (1, 5):
         x = random(m, copies * k, dtype=dtype)
-        product(x, 18, copies * k, group, "nf4", double=double, bias=random(18, dtype=dtype, seed=2))
+        check_gemm(x, 18, copies * k, group, "nf4", double=double, bias=random(18, dtype=dtype, seed=2))
 
 
 @each_scale
@@ -81,14 +81,14 @@ def test_norm_gate_and_residual_are_fused(m, form, double):
         more["residual"] = random(1, m, n // 2 if "activation" in form else n, dtype=BF16, seed=4)
     if "bias" in form:
         more["bias"] = random(n, dtype=BF16, seed=2)
-    product(random(1, m, k, dtype=BF16), n, k, 64, "fp4", double=double, **more)
+    check_gemm(random(1, m, k, dtype=BF16), n, k, 64, "fp4", double=double, **more)
 
 
 @pytest.mark.parametrize("code", [*CODES, "mxfp4"])
 @pytest.mark.parametrize("m", [1, 2])
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_every_value_is_decoded_at_every_position(m, dtype, code):
-    """With a single 1 in a row of x, the results are the numbers in its column, rounded to the dtype of x."""
+    """Every row of x has a single 1, so its results are one column of the weight, rounded to the dtype of x."""
     levels = torch.arange(16).repeat(8)[torch.randperm(128, generator=torch.Generator().manual_seed(0))].view(1, 128)
     levels = torch.cat([levels.roll(step, 1) for step in range(16)]).int()
     words, scale = four_bit.packed(levels, four_bit.run_length(128, 128)), torch.ones(16, 1)
@@ -128,7 +128,7 @@ def test_dequantised_weights_equal_the_torch_tier(k, group, dtype, double, code)
     if double:
         torch.testing.assert_close(output, expected, rtol=2.01 * torch.finfo(dtype).eps, atol=0)
     else:
-        same(output, expected)
+        assert_same(output, expected)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -155,7 +155,7 @@ def test_every_power_of_two_is_a_valid_scale(k, dtype):
     words, _ = drawn(16, k, 32)
     scale = (torch.arange(16 * k // 32) % 255).to(torch.uint8).view(16, -1)
     output = quantized._dequantized(words, scale, dtype, None, "e2m1", None, None)
-    same(output, dequantize_groups(words, scale, dtype, code="e2m1"))
+    assert_same(output, dequantize_groups(words, scale, dtype, code="e2m1"))
 
 
 def test_quantized_linear_compiles_into_one_graph():

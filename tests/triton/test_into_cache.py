@@ -40,20 +40,20 @@ def call(cache, length, *, seed, tier, dtype=torch.bfloat16, batch=2):
     return results, [route.operation for route in routes]
 
 
-def both(make, *lengths):
+def run_both(make, *lengths):
     """Run the same calls in the Triton kernel and, with a separate cache, in the torch tier with stock's update."""
     actual, stock = make(), make()
     for seed, length in enumerate(lengths):
-        left, operations = call(actual, length, seed=seed, tier="triton")
-        expected, without = call(stock, length, seed=seed, tier="torch")
-        assert without == ["rope"]
-        for one, other in zip(left, expected, strict=True):
+        outputs, operations = call(actual, length, seed=seed, tier="triton")
+        expected, stock_operations = call(stock, length, seed=seed, tier="torch")
+        assert stock_operations == ["rope"]
+        for one, other in zip(outputs, expected, strict=True):
             assert torch.equal(one, other)
         yield operations, actual, stock
 
 
 def test_a_static_layer_is_written_to_and_its_length_advances():
-    steps = list(both(lambda: StaticCache(config=config(), max_cache_len=16), 5, 1, 3, 1))
+    steps = list(run_both(lambda: StaticCache(config=config(), max_cache_len=16), 5, 1, 3, 1))
     # the first call allocates the cache layer
     assert [operations for operations, _, _ in steps] == [["rope"], *[["rope_into_cache"]] * 3]
     _, actual, stock = steps[-1]
@@ -62,7 +62,7 @@ def test_a_static_layer_is_written_to_and_its_length_advances():
 
 
 def test_the_cache_of_recorded_steps_is_written_to_and_its_length_advances():
-    steps = list(both(lambda: DecodeCache([None], capacity=16, limit=32), 5, 1, 1))
+    steps = list(run_both(lambda: DecodeCache([None], capacity=16, limit=32), 5, 1, 1))
     assert [operations for operations, _, _ in steps] == [["rope"], ["rope_into_cache"], ["rope_into_cache"]]
     _, actual, stock = steps[-1]
     assert actual.layers[0].rows == stock.layers[0].rows == 7
@@ -110,8 +110,8 @@ NORMS = ("q_norm", "k_norm")
 def test_norms_are_part_of_the_kernel():
     module = Attention()
     actual, operations = normalised_call(module, written_cache(), norms=NORMS)
-    stock, without = normalised_call(module, written_cache(), tier="torch", norms=NORMS)
-    assert operations == ["rope_into_cache"] and without == ["rms_norm", "rms_norm", "rope"]
+    stock, stock_operations = normalised_call(module, written_cache(), tier="torch", norms=NORMS)
+    assert operations == ["rope_into_cache"] and stock_operations == ["rms_norm", "rms_norm", "rope"]
     for one, other in zip(actual, stock, strict=True):
         # F.rms_norm rounds once.
         torch.testing.assert_close(one, other, rtol=2**-6, atol=2**-7)
@@ -131,13 +131,13 @@ def of_another_kind(module):
     module.k_norm = torch.nn.LayerNorm(D).bfloat16()
 
 
-def off(module):
+def switched_off(module):
     bind.set_mode(module.q_norm, bind.OFF)
 
 
 @pytest.mark.parametrize(
     ("change", "called"),
-    [(hooked, 2), (without_one, 1), (of_another_kind, 1), (off, 1)],
+    [(hooked, 2), (without_one, 1), (of_another_kind, 1), (switched_off, 1)],
     ids=["a hook", "one norm", "another norm", "stock"],
 )
 def test_norms_that_must_be_called_are_called(change, called):
@@ -226,7 +226,7 @@ def other_class():
     ids=["dynamic", "another layer", "another update"],
 )
 def test_other_caches_are_updated_by_stock(make):
-    assert [operations for operations, _, _ in both(make, 2, 1)] == [["rope"], ["rope"]]
+    assert [operations for operations, _, _ in run_both(make, 2, 1)] == [["rope"], ["rope"]]
 
 
 def test_a_cache_of_another_dtype_raises_stocks_error():
@@ -242,4 +242,4 @@ def test_unknown_cache_code_is_called(monkeypatch):
 
     monkeypatch.setattr(features, "refuses", lambda feature: "it changed")
     make = lambda: StaticCache(config=config(), max_cache_len=8)  # noqa: E731
-    assert [operations for operations, _, _ in both(make, 2, 1)] == [["rope"], ["rope"]]
+    assert [operations for operations, _, _ in run_both(make, 2, 1)] == [["rope"], ["rope"]]

@@ -17,7 +17,7 @@ from hf_rocm.ops.triton import linear
 from hf_rocm.weights.linear_routing import route_head
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import assert_apart, compiled_once, exact, here, random, routed, sizes
+from tests.triton.routed import assert_independent, compiled_once, exact, here, random, routed, sizes
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -38,7 +38,7 @@ def test_linear(shape, n, bias, dtype):
         added = torch.arange(columns).remainder(8).mul(2).to(dtype) if bias else None
         expected = eager_linear(whole.double(), weight.double(), None if added is None else added.double())
         assert torch.equal(routed("linear", whole, weight, added), expected.to(dtype))
-        assert_apart(lambda x, weight, added=added: routed("linear", x, weight, added), whole, weight)
+        assert_independent(lambda x, weight, added=added: routed("linear", x, weight, added), whole, weight)
 
 
 @pytest.mark.parametrize("rows", [*range(1, 19), 24, 31, 32])
@@ -69,7 +69,7 @@ def test_norm_activation_and_residual_are_fused(form, m, dtype):
     for rows, n, k in sizes(m, 38, 67):
         arguments, keywords = call(rows, dtype, n=n, k=k, **form)
         as_good_as_eager(arguments, keywords)
-        apart(arguments, keywords)
+        check_independence(arguments, keywords)
 
 
 def as_good_as_eager(arguments: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:
@@ -84,13 +84,13 @@ def test_blocks_may_divide_the_sizes(m, form):
     """This is the common case in models: nothing is masked along K."""
     arguments, keywords = call(m, torch.bfloat16, k=1024, **form)
     as_good_as_eager(arguments, keywords)
-    apart(arguments, keywords)
+    check_independence(arguments, keywords)
     if "activation" not in form:
         x, weight = exact(m, 38, 1024, torch.bfloat16)
         residual = torch.arange(38).remainder(8).mul(2).expand(m, 38).bfloat16() if form else None
-        product = (x.double() @ weight.double().t()).bfloat16()
+        expected = (x.double() @ weight.double().t()).bfloat16()
         output = routed("fused_linear", x, weight, residual=residual)
-        assert torch.equal(output, product if residual is None else product + residual)
+        assert torch.equal(output, expected if residual is None else expected + residual)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
@@ -295,14 +295,14 @@ def call(
     return arguments, keywords
 
 
-def apart(arguments, keywords):
+def check_independence(arguments, keywords):
     """Check that rows and columns of a fused GEMM are independent."""
     (x, weight, *bias), gated = arguments, keywords["activation"] is not None
 
-    def one(x, weight):
+    def run(x, weight):
         return routed("fused_linear", x[None], weight, *bias, **keywords)[0]
 
-    assert_apart(one, x[0], weight, gated=gated)
+    assert_independent(run, x[0], weight, gated=gated)
 
 
 def flattened(x, weight, bias=None, *, norm=None, activation=None, residual=None):

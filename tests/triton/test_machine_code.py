@@ -26,17 +26,17 @@ def test_instructions_are_reached(request):
     """Loops and tails must be reached, too, so a compiled variant needs a larger case in addition to a small one."""
     if request.config.getoption("--machine-code-share") in ("few", "sample"):
         pytest.skip("this run omits cases, so some compiled variants run only with small sizes")
-    ours = set().union(*map(entries, modules().values()))
-    shares = [share for share in suite.record().shares() if share.kernel in ours]
+    own = set().union(*map(entries, modules().values()))
+    shares = [share for share in suite.record().shares() if share.kernel in own]
     assert len(shares) > 1 and missed(shares) <= LARGEST_SHARE, "\n" + table(shares)
 
 
 def test_every_kernel_was_executed(request):
     executed = suite.record().kernels()
-    wanted = {name: entries(module) for name, module in modules().items() if module.BUILDS}
+    expected = {name: entries(module) for name, module in modules().items() if module.BUILDS}
     # One kernel per module is enough.
     if request.config.getoption("--machine-code-share") in ("few", "sample"):
-        missing = [name for name, kernels in wanted.items() if not kernels & executed]
+        missing = [name for name, kernels in expected.items() if not kernels & executed]
     else:
-        missing = [kernel for kernels in wanted.values() for kernel in sorted(kernels - executed)]
+        missing = [kernel for kernels in expected.values() for kernel in sorted(kernels - executed)]
     assert not missing, "no test launched them"

@@ -35,11 +35,11 @@ def test_logits_are_as_accurate_as_eager(name, dtype, trio):  # noqa: F811
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_greedy_tokens_with_a_static_cache_equal_stock(name, trio):  # noqa: F811
     output, stock, _ = trio(name, torch.float32)
-    how = {"attention_mask": PADDING, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
-    how["cache_implementation"] = "static"
+    arguments = {"attention_mask": PADDING, "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+    arguments["cache_implementation"] = "static"
     with options.override(tier=KERNELS), ops.recording() as routes:
-        actual = output.generate(tokens(2, 5), **how)
-    assert torch.equal(actual, stock.generate(tokens(2, 5), **how))
+        actual = output.generate(tokens(2, 5), **arguments)
+    assert torch.equal(actual, stock.generate(tokens(2, 5), **arguments))
     assert "rope_into_cache" in _kernels(routes)
 
 

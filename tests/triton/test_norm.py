@@ -28,14 +28,14 @@ def test_rms_norm(shape, one_plus, dtype):
     assert_as_good_as_eager(output, eager_rms_norm(x, weight, 1e-6, one_plus), expected)
     # NaN in x affects only its row.
     for first in (0, 1):
-        lost = (torch.arange(x.numel() // shape[-1]) % 2 == first).view(shape[:-1])
-        apart = routed("rms_norm", x.masked_fill(lost[..., None], torch.nan), weight, eps=1e-6, one_plus=one_plus)
-        assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])
+        mask = (torch.arange(x.numel() // shape[-1]) % 2 == first).view(shape[:-1])
+        masked = routed("rms_norm", x.masked_fill(mask[..., None], torch.nan), weight, eps=1e-6, one_plus=one_plus)
+        assert masked[mask].isnan().all() and torch.equal(masked[~mask], output[~mask])
     # NaN in the weight affects only its column.
     for first in range(3):
-        lost = torch.arange(shape[-1]) % 3 == first
-        apart = routed("rms_norm", x, weight.masked_fill(lost, torch.nan), eps=1e-6, one_plus=one_plus)
-        assert apart[..., lost].isnan().all() and torch.equal(apart[..., ~lost], output[..., ~lost])
+        mask = torch.arange(shape[-1]) % 3 == first
+        masked = routed("rms_norm", x, weight.masked_fill(mask, torch.nan), eps=1e-6, one_plus=one_plus)
+        assert masked[..., mask].isnan().all() and torch.equal(masked[..., ~mask], output[..., ~mask])
 
 
 @each_dtype
@@ -50,12 +50,12 @@ def test_add_rms_norm(shape, one_plus, dtype):
     assert_as_good_as_eager(output, eager_rms_norm(total, weight, 1e-5, one_plus), expected)
     assert torch.equal(output, routed("rms_norm", total, weight, eps=1e-5, one_plus=one_plus))
     # NaN in the sum affects the whole row, and NaN in the weight its column.
-    lost = torch.arange(shape[-1]) % 3 == 1
-    residual.view(-1, shape[-1])[-1].masked_fill_(lost, torch.nan)
-    weight.masked_fill_(lost, torch.nan)
+    mask = torch.arange(shape[-1]) % 3 == 1
+    residual.view(-1, shape[-1])[-1].masked_fill_(mask, torch.nan)
+    weight.masked_fill_(mask, torch.nan)
     output, total = routed("add_rms_norm", x, residual, weight, eps=1e-5, one_plus=one_plus)
     torch.testing.assert_close(total, x + residual, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(output.view(-1, shape[-1])[:-1].isnan().any(0), lost & (output.numel() > shape[-1]))
+    assert torch.equal(output.view(-1, shape[-1])[:-1].isnan().any(0), mask & (output.numel() > shape[-1]))
 
 
 @each_dtype
@@ -72,16 +72,16 @@ def test_norm_add(shape, one_plus, dtype):
     assert_as_good_as_eager(total, eager, expected)
     expected = eager_rms_norm(total.double(), second.double(), 1e-6, one_plus)
     assert_as_good_as_eager(normed, eager_rms_norm(total, second, 1e-6, one_plus), expected)
-    none, alone = routed("norm_add", x, residual, norms[0])
-    assert none is None and torch.equal(alone, total)
-    lost = torch.arange(shape[-1]) % 3 == 1
+    no_norm, sum_only = routed("norm_add", x, residual, norms[0])
+    assert no_norm is None and torch.equal(sum_only, total)
+    mask = torch.arange(shape[-1]) % 3 == 1
     damaged = x.clone()
-    damaged.view(-1, shape[-1])[-1].masked_fill_(lost, torch.nan)
+    damaged.view(-1, shape[-1])[-1].masked_fill_(mask, torch.nan)
     for result, whole in zip(routed("norm_add", damaged, residual, *norms), (normed, total), strict=True):
         rows, others = result.view(-1, shape[-1]), whole.view(-1, shape[-1])
         assert rows[-1].isnan().all() and torch.equal(rows[:-1], others[:-1])
-    _, total = routed("norm_add", x, residual, ops.Norm(first.masked_fill(lost, torch.nan), 1e-5, one_plus), norms[1])
-    assert torch.equal(total.isnan(), lost.expand(shape))
+    _, total = routed("norm_add", x, residual, ops.Norm(first.masked_fill(mask, torch.nan), 1e-5, one_plus), norms[1])
+    assert torch.equal(total.isnan(), mask.expand(shape))
 
 
 @each_dtype
@@ -110,19 +110,19 @@ def test_add_layer_norm(shape, programs, keep_sum, biased, dtype, monkeypatch):
     assert_as_good_as_eager(output, eager_add_layer_norm(x, residual, weight, bias, 1e-5, False)[0], expected)
     # NaN in a term affects only its row.
     for first in (0, 1):
-        lost = (torch.arange(x.numel() // shape[-1]) % 2 == first).view(shape[:-1])
-        for apart in (
-            run(x=x.masked_fill(lost[..., None], torch.nan)),
-            run(residual=residual.masked_fill(lost[..., None], torch.nan)),
+        mask = (torch.arange(x.numel() // shape[-1]) % 2 == first).view(shape[:-1])
+        for masked in (
+            run(x=x.masked_fill(mask[..., None], torch.nan)),
+            run(residual=residual.masked_fill(mask[..., None], torch.nan)),
         ):
-            assert apart[lost].isnan().all() and torch.equal(apart[~lost], output[~lost])
+            assert masked[mask].isnan().all() and torch.equal(masked[~mask], output[~mask])
     # NaN in weight or bias affects only its column.
     for first in range(3):
-        lost = torch.arange(shape[-1]) % 3 == first
-        damaged = [run(weight=weight.masked_fill(lost, torch.nan))]
-        damaged += [run(bias=bias.masked_fill(lost, torch.nan))] if biased else []
-        for apart in damaged:
-            assert apart[..., lost].isnan().all() and torch.equal(apart[..., ~lost], output[..., ~lost])
+        mask = torch.arange(shape[-1]) % 3 == first
+        damaged = [run(weight=weight.masked_fill(mask, torch.nan))]
+        damaged += [run(bias=bias.masked_fill(mask, torch.nan))] if biased else []
+        for masked in damaged:
+            assert masked[..., mask].isnan().all() and torch.equal(masked[..., ~mask], output[..., ~mask])
 
 
 @each_dtype
@@ -233,8 +233,8 @@ def test_unsupported_calls_are_refused(x, weight, word):
 
 @pytest.mark.parametrize(("rows", "dim"), [(1, 4096), (1, 64), (4096, 8192), (100_000, 128), (3, 32768)])
 def test_a_block_covers_a_row_and_threads_are_a_power_of_two(rows, dim):
-    many, block, threads = norm.tile(rows, dim)
-    assert block >= dim and many * block <= max(2048, block)
+    count, block, threads = norm.tile(rows, dim)
+    assert block >= dim and count * block <= max(2048, block)
     assert 64 <= threads <= 1024 and threads & (threads - 1) == 0
 
 

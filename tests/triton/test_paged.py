@@ -86,11 +86,11 @@ def check_once(
     # A new key replaces another one; the slots are a strided view.
     if slots is not None:
         slots = torch.tensor([slots, [-9] * b], dtype=torch.int32).T.contiguous()[:, 0]
-    how = {"scale": dims[0] ** -0.5, "window": None, "softcap": None, "slots": slots, **terms}
+    arguments = {"scale": dims[0] ** -0.5, "window": None, "softcap": None, "slots": slots, **terms}
 
     def run(function, convert, sink):
         copies = [convert(tensor) if tensor is not None else None for tensor in (query, *pages, *kv)]
-        output = function(*copies[:3], table, total, *copies[3:], sinks=sink, **how)
+        output = function(*copies[:3], table, total, *copies[3:], sinks=sink, **arguments)
         return output, copies[1:3]
 
     eager, _ = run(eager_paged, torch.Tensor.clone, sinks)

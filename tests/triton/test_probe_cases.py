@@ -58,16 +58,16 @@ def test_every_kernel_passes_its_check(operation):
 
 
 @pytest.mark.parametrize(
-    "further", [(False, None, False), (False, BF16, False), (False, torch.float32, True), (True, BF16, True)], ids=str
+    "extra", [(False, None, False), (False, BF16, False), (False, torch.float32, True), (True, BF16, True)], ids=str
 )
-def test_a_kernel_for_single_tokens_passes_its_check(further):
-    kind = (BF16, BF16, CPU, 16, 16, 12, False, True, True, True, *further, False)
+def test_a_kernel_for_single_tokens_passes_its_check(extra):
+    kind = (BF16, BF16, CPU, 16, 16, 12, False, True, True, True, *extra, False)
     assert probe_cases.check("rope_into_cache", "triton", "rope_kernel", kind) is None
 
 
 def test_experts_in_mxfp4_without_biases_pass_their_check():
-    further = (False, *PLAIN_AND_INTERLEAVED[1:])
-    kind = (BF16, torch.uint8, CPU, 4, 32, 32, 1, "silu", *further)
+    extra = (False, *PLAIN_AND_INTERLEAVED[1:])
+    kind = (BF16, torch.uint8, CPU, 4, 32, 32, 1, "silu", *extra)
     assert probe_cases.check("mxfp4_experts", "triton", "chosen_experts", kind) is None
 
 
@@ -88,18 +88,18 @@ def test_calls_without_one_of_the_outputs_pass_their_check(operation, kind):
 @pytest.mark.parametrize("operation", KINDS)
 def test_a_wrong_kernel_fails(operation, monkeypatch):
     known = registry.operations()[operation]
-    right = next(route for route in known.implementations if route.tier == "triton")
+    correct = next(route for route in known.implementations if route.tier == "triton")
 
     def wrong(*arguments):
-        result = right.call(*arguments)
+        result = correct.call(*arguments)
         last = (result[-1] if isinstance(result, tuple) else result).view(-1)[-1]
         last.logical_not_() if last.dtype == torch.bool else last.add_(1)
         return result
 
-    changed = registry.Implementation("triton", right.name, right.refuses, wrong)
+    changed = registry.Implementation("triton", correct.name, correct.refuses, wrong)
     monkeypatch.setattr(
         known,
         "implementations",
-        [changed if implementation is right else implementation for implementation in known.implementations],
+        [changed if implementation is correct else implementation for implementation in known.implementations],
     )
-    assert "wrong" in probe_cases.check(operation, "triton", right.name, KINDS[operation])
+    assert "wrong" in probe_cases.check(operation, "triton", correct.name, KINDS[operation])

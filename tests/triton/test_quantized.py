@@ -54,12 +54,12 @@ def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torc
     """
     output = check_once(x, weight, scale, bias, **more)
     if suite.gpu() is not None:
-        assert_apart(output, x, weight, scale, bias, round_input=False, **more)
+        assert_independent(output, x, weight, scale, bias, round_input=False, **more)
         plain = scale.dim() == 1 and all(value is None for value in more.values())
         if plain:
             check_small_codes(x, weight, bias)
         if scale.dim() == 1:
-            copies = range(turns(x.shape[-1]))
+            copies = range(odd_factor(x.shape[-1]))
             wide = torch.cat([x * (-1.0) ** i * 2.0 ** -(i % 3) for i in copies], -1)
             if norm := more.get("norm"):
                 more["norm"] = norm._replace(weight=norm.weight.repeat(len(copies)))
@@ -70,10 +70,10 @@ def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torc
     return output
 
 
-def turns(k: int) -> int:
+def odd_factor(k: int) -> int:
     """Returns an odd factor for K that results in at least two blocks of columns, and in an almost full last block."""
-    few = [count for count in range(3, 1800 // k + 1, 2) if count * k > 1100] or [3]
-    return max(few, key=lambda count: count * k % 512)
+    factors = [count for count in range(3, 1800 // k + 1, 2) if count * k > 1100] or [3]
+    return max(factors, key=lambda count: count * k % 512)
 
 
 def check_small_codes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -93,7 +93,7 @@ def check_once(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias:
     return output
 
 
-def assert_apart(
+def assert_independent(
     output: torch.Tensor,
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -104,16 +104,16 @@ def assert_apart(
     """Check that NaN in every third row or scale affects only the corresponding rows or columns of the output."""
     rows, columns = torch.arange(x.numel() // x.shape[-1]).view(x.shape[:-1]), torch.arange(output.shape[-1])
     for first in range(3):
-        lost = rows % 3 == first
-        nan = routed("quantized_linear", x.masked_fill(lost[..., None], torch.nan), weight, scale, bias, **more)
-        assert nan[lost].isnan().all() and torch.equal(nan[~lost], output[~lost])
-        # The scales of double quantisation are uint8, which has no NaN.
+        mask = rows % 3 == first
+        nan = routed("quantized_linear", x.masked_fill(mask[..., None], torch.nan), weight, scale, bias, **more)
+        assert nan[mask].isnan().all() and torch.equal(nan[~mask], output[~mask])
+        # The scales of MXFP4 and of double quantisation are uint8, which can't be filled with NaN.
         if scale.dtype == torch.uint8:
             continue
-        lost = columns % 3 == first
-        filled = (lost.repeat(2) if more.get("activation") else lost).view(-1, *[1] * (scale.dim() - 1))
+        mask = columns % 3 == first
+        filled = (mask.repeat(2) if more.get("activation") else mask).view(-1, *[1] * (scale.dim() - 1))
         nan = routed("quantized_linear", x, weight, scale.masked_fill(filled, torch.nan), bias, **more)
-        assert nan[..., lost].isnan().all() and torch.equal(nan[..., ~lost], output[..., ~lost])
+        assert nan[..., mask].isnan().all() and torch.equal(nan[..., ~mask], output[..., ~mask])
 
 
 def as_good_as_eager(

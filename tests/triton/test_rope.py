@@ -19,8 +19,10 @@ each_form = pytest.mark.parametrize("interleaved", [False, True])
 
 
 def angles(batch, length, rotated, dtype, *, interleaved=False):
-    turns = torch.rand(batch, length, rotated // 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 6
-    doubled = turns.repeat_interleave(2, -1) if interleaved else torch.cat((turns, turns), -1)
+    radians = (
+        torch.rand(batch, length, rotated // 2, generator=torch.Generator().manual_seed(2), dtype=torch.float64) * 6
+    )
+    doubled = radians.repeat_interleave(2, -1) if interleaved else torch.cat((radians, radians), -1)
     return doubled.cos().to(dtype), doubled.sin().to(dtype)
 
 
@@ -43,7 +45,7 @@ def torch_tier(operation, *arguments, **keywords):
 
 
 def assert_equal(actual, expected):
-    # The compiler may fuse a product and a sum.
+    # The compiler may fuse a multiplication and an addition.
     atol = 2e-6 if actual.dtype == torch.float32 else 0
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol, equal_nan=True)
 
@@ -58,21 +60,21 @@ def put_nan(tensor, first):
 @pytest.mark.parametrize("tables", [1, 2])
 @pytest.mark.parametrize(("d", "rotated"), [(8, 8), (8, 2), (6, 6), (80, 32), (96, 96)])
 def test_rope(d, rotated, tables, interleaved, dtype):
-    # Both have the same compiled variant.
+    # Both sizes use the same compiled variant.
     for batch, length in ((2, 5), (3, 7)) if suite.gpu() else ((2, 5),):
         query, key, _ = (heads if length == 5 else partial(separate, step=16))(batch, length, dtype, d=d)
         cos, sin = angles(1 if tables == 1 else batch, length, rotated, dtype, interleaved=interleaved)
-        for lost in (None, query, cos, sin):
-            before = None if lost is None else lost.clone()
-            if lost is not None:
-                put_nan(lost, length % 3)
+        for changed in (None, query, cos, sin):
+            before = None if changed is None else changed.clone()
+            if changed is not None:
+                put_nan(changed, length % 3)
             outputs = routed("rope", query, key, cos, sin, interleaved=interleaved)
             expected = torch_tier("rope", query, key, cos, sin, interleaved=interleaved)
-            for output, right in zip(outputs, expected, strict=True):
-                assert_equal(output, right)
+            for output, reference in zip(outputs, expected, strict=True):
+                assert_equal(output, reference)
                 assert output.stride(3) == 1
-            if lost is not None:
-                lost.copy_(before)
+            if changed is not None:
+                changed.copy_(before)
     outputs = routed("rope", query, key, cos, sin, interleaved=interleaved)
     eager = eager_rope(query, key, cos, sin, interleaved)
     expected = eager_rope(*(tensor.double() for tensor in (query, key, cos, sin)), interleaved)

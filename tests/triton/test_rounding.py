@@ -25,12 +25,12 @@ def assert_as_pytorch(x: torch.Tensor, format: torch.dtype) -> None:
     with ops.recording() as routes:
         rows, scale = round_rows(x, format)
     assert [(route.operation, route.tier) for route in routes] == [("round_rows", "triton")]
-    expected, its_scale = quantize_rows(x, format)
+    expected, expected_scale = quantize_rows(x, format)
     assert rows.dtype == format and rows.is_contiguous() and scale.is_contiguous()
-    assert scale.dtype == FP32 and torch.equal(scale.isnan(), its_scale.isnan())
-    assert torch.equal(scale.nan_to_num(), its_scale.nan_to_num())
-    # A row with any other scale is not finite, whatever its 8-bit numbers are.
-    finite = its_scale.isfinite()[:, 0]
+    assert scale.dtype == FP32 and torch.equal(scale.isnan(), expected_scale.isnan())
+    assert torch.equal(scale.nan_to_num(), expected_scale.nan_to_num())
+    # A row whose scale is not finite is not finite either, whatever its 8-bit numbers are.
+    finite = expected_scale.isfinite()[:, 0]
     assert torch.equal(rows[finite].view(torch.uint8), expected[finite].view(torch.uint8))
 
 
@@ -101,8 +101,8 @@ def test_a_tier_that_was_named_for_linear_layers_is_not_replaced(tier):
         rows, scale = round_rows(x, INT8)
     # PyTorch's operations ran, which record no route.
     assert routes == []
-    expected, its_scale = quantize_rows(x, INT8)
-    assert torch.equal(rows, expected) and torch.equal(scale, its_scale)
+    expected, expected_scale = quantize_rows(x, INT8)
+    assert torch.equal(rows, expected) and torch.equal(scale, expected_scale)
 
 
 def test_one_graph_contains_pytorchs_operations():

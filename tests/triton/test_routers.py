@@ -43,7 +43,7 @@ def router(name):
     return module
 
 
-def both(module, x, mode=bind.ON):
+def run_both(module, x, mode=bind.ON):
     bind.set_mode(module, bind.OFF)
     stock = module(x)
     bind.set_mode(module, mode)
@@ -57,24 +57,24 @@ def both(module, x, mode=bind.ON):
 def test_they_return_stocks_results(name, dtype):
     module = router(name).to(dtype)
     agree(module, dtype)
-    alike = torch.arange(16)
+    representative = torch.arange(16)
     # Experts 8–11 equal experts 4–7, so either may be selected.
-    alike[8:12] = alike[4:8]
+    representative[8:12] = representative[4:8]
     for tensor in (*module.parameters(), *module.buffers()):
-        tensor.data = tensor.data[alike]
-    agree(module, dtype, alike)
+        tensor.data = tensor.data[representative]
+    agree(module, dtype, representative)
 
 
-def agree(module, dtype, alike=None):
+def agree(module, dtype, representative=None):
     with torch.no_grad():
-        actual, stock, tiers = both(module, torch.randn(7, 32).to(dtype))
+        actual, stock, tiers = run_both(module, torch.randn(7, 32).to(dtype))
     assert tiers == ["triton"]
-    (logits, weights, ids), (expected_logits, expected, right) = actual, stock
+    (logits, weights, ids), (expected_logits, expected, expected_ids) = actual, stock
     assert torch.equal(logits, expected_logits)
-    if alike is not None:
-        ids, right = alike[ids], alike[right]
-    order, expected_order = ids.argsort(-1), right.argsort(-1)
-    assert torch.equal(ids.gather(1, order), right.gather(1, expected_order))
+    if representative is not None:
+        ids, expected_ids = representative[ids], representative[expected_ids]
+    order, expected_order = ids.argsort(-1), expected_ids.argsort(-1)
+    assert torch.equal(ids.gather(1, order), expected_ids.gather(1, expected_order))
     weights, expected = weights.gather(1, order), expected.gather(1, expected_order)
     assert weights.dtype == expected.dtype
     # one rounding step for each of the two results
@@ -94,11 +94,11 @@ def test_unsupported_routers_stay_stock(name, change, monkeypatch):
     if change == "fp64":
         module, x = module.double(), x.double()
     if change == "linear":
-        product = torch.nn.functional.linear
-        monkeypatch.setattr(torch.nn.functional, "linear", lambda *arguments: product(*arguments))
+        linear = torch.nn.functional.linear
+        monkeypatch.setattr(torch.nn.functional, "linear", lambda *arguments: linear(*arguments))
     autocast = torch.autocast("cpu", torch.bfloat16) if change == "autocast" else nullcontext()
     with autocast, torch.set_grad_enabled(change == "gradients"):
-        actual, stock, tiers = both(module, x)
+        actual, stock, tiers = run_both(module, x)
     assert not tiers
     assert all(torch.equal(one, other) for one, other in zip(actual, stock, strict=True))
 
@@ -119,6 +119,6 @@ def test_a_required_aiter_tier_does_not_apply_to_routers(choice):
 def test_explain_lists_their_selection_and_no_norm(name, scores):
     module = router(name)
     bind.set_mode(module, bind.ON)
-    assert [(operation, what) for operation, what, _ in specifications(module)] == [
+    assert [(operation, situation) for operation, situation, _ in specifications(module)] == [
         ("choose_experts", f"4 of 16, {scores}")
     ]

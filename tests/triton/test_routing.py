@@ -31,16 +31,16 @@ def test_choose_experts(form, dtype):
     assert torch.equal(ids[:, 0], torch.arange(16)) and weights.isfinite().all()
     # A NaN affects only its row, and counts as the largest score.
     for first in range(0 if suite.gpu() is None else 3):
-        lost = torch.arange(tokens) % 3 == first
-        broken = logits.masked_fill(lost[:, None] & (torch.arange(16) == 5 * first), torch.nan)
+        mask = torch.arange(tokens) % 3 == first
+        broken = logits.masked_fill(mask[:, None] & (torch.arange(16) == 5 * first), torch.nan)
         weights, ids = routed("choose_experts", broken, **keywords)
-        assert torch.equal(weights[~lost], actual[0][~lost]) and torch.equal(ids[~lost], actual[1][~lost])
+        assert torch.equal(weights[~mask], actual[0][~mask]) and torch.equal(ids[~mask], actual[1][~mask])
         if keywords.get("scores") == routing_torch.SIGMOID:
-            assert torch.equal(ids[lost].sort().values, eager(broken, keywords)[1][lost].sort().values)
+            assert torch.equal(ids[mask].sort().values, eager(broken, keywords)[1][mask].sort().values)
             # Scores of 0 are the lowest.
-            none = torch.arange(16) % 4 == first
-            changed = {**keywords, "bias": keywords["bias"].masked_fill(none, 0)}
-            broken = logits.masked_fill(none, -torch.inf)
+            excluded = torch.arange(16) % 4 == first
+            changed = {**keywords, "bias": keywords["bias"].masked_fill(excluded, 0)}
+            broken = logits.masked_fill(excluded, -torch.inf)
             ids = routed("choose_experts", broken, **changed)[1]
             assert torch.equal(ids.sort().values, eager(broken, changed)[1].sort().values)
 

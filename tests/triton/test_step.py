@@ -15,20 +15,20 @@ each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, to
 BEFORE = (3, -1, 2**62, -(2**63), 5)
 
 
-def finished(logits, further=None, run=routed):
+def finished(logits, extra=None, run=routed):
     """Returns (copy, tokens, digests, doubt)."""
     device = logits.device
     out, tokens = torch.full_like(logits, 7), torch.full(logits.shape[:2], -1, device=device)
     digests, doubt = torch.tensor(BEFORE, device=device), torch.zeros((), device=device)
-    run("finish_step", logits, out, tokens, digests, doubt, further)
+    run("finish_step", logits, out, tokens, digests, doubt, extra)
     return out, tokens, digests, doubt
 
 
-def check(logits, further=None):
-    out, tokens, digests, doubt = finished(logits, further)
+def check(logits, extra=None):
+    out, tokens, digests, doubt = finished(logits, extra)
     assert torch.equal(out.view(torch.uint8), logits.view(torch.uint8))
     assert torch.equal(tokens, logits.argmax(-1))
-    digest = sum_of_bits([logits, tokens, *([] if further is None else [further])])
+    digest = sum_of_bits([logits, tokens, *([] if extra is None else [extra])])
     assert digests.tolist() == [*BEFORE[1:], int(digest)]
     assert bool(doubt == 0) == bool(logits.isfinite().all())
 
@@ -38,7 +38,7 @@ def check(logits, further=None):
 def test_finish_step(shape, dtype):
     logits = random(*shape, dtype=dtype)
     check(logits)
-    check(logits, further=torch.tensor([2**61 + 3]))
+    check(logits, extra=torch.tensor([2**61 + 3]))
     # Every logit is less than the 0 that masked lanes load.
     check(-logits.abs() - 1)
 
@@ -70,8 +70,8 @@ def test_logits_that_are_not_finite_set_doubt(value, dtype):
 
 def test_doubt_stays_set():
     logits, doubt = random(1, 1, 64, dtype=torch.bfloat16), torch.tensor(float("nan"))
-    given = torch.empty_like(logits), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
-    routed("finish_step", logits, *given, doubt)
+    arguments = torch.empty_like(logits), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
+    routed("finish_step", logits, *arguments, doubt)
     assert doubt.isnan()
 
 
@@ -119,13 +119,13 @@ def test_append_tokens(length, rows, ends, pad):
     end_tokens = torch.tensor(ends) if ends else None
     padding = None if pad is None else torch.tensor(pad)
     for unfinished in (torch.arange(rows) % 4 != 2, torch.ones(rows), torch.zeros(rows), torch.arange(rows) < 1):
-        given = ids, tokens, unfinished.long(), end_tokens, padding
-        for actual, expected in zip(appended(*given), stock(*given), strict=True):
+        arguments = ids, tokens, unfinished.long(), end_tokens, padding
+        for actual, expected in zip(appended(*arguments), stock(*arguments), strict=True):
             assert torch.equal(actual, expected) and actual.dtype == expected.dtype
 
 
 @pytest.mark.parametrize(
-    ("given", "word"),
+    ("arguments", "word"),
     [
         ((torch.ones(2, 8, dtype=torch.int64).t(), *[torch.ones(8, dtype=torch.int64)] * 2), "contiguous"),
         ((torch.ones(2, 8, dtype=torch.int32), *[torch.ones(2, dtype=torch.int64)] * 2), "int64"),
@@ -134,9 +134,9 @@ def test_append_tokens(length, rows, ends, pad):
     ],
     ids=["strided", "int32", "rows", "ends"],
 )
-def test_tokens_that_the_kernel_cannot_append(given, word):
+def test_tokens_that_the_kernel_cannot_append(arguments, word):
     from hf_rocm.errors import TierUnavailable
 
     with pytest.raises(TierUnavailable, match=word):
-        appended(*given)
-    assert not one_kernel(*given)
+        appended(*arguments)
+    assert not one_kernel(*arguments)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.trained import KERNELS, Trained, generates_stocks_tokens, judges_tokens_as_well_as_eager
+from tests.trained import KERNELS, Trained, check_greedy_tokens, check_logits
 
 
 @pytest.fixture
@@ -15,10 +15,10 @@ def trained(tiny_checkpoint):
 
 @pytest.mark.slow
 def test_greedy_tokens_equal_stock(trained):
-    _, served = generates_stocks_tokens(trained, new=24)
+    _, served = check_greedy_tokens(trained, new=24)
     assert served >= KERNELS
 
 
 @pytest.mark.slow
 def test_bf16_predictions_are_as_good_as_those_of_eager(trained):
-    assert judges_tokens_as_well_as_eager(trained) >= KERNELS
+    assert check_logits(trained) >= KERNELS

@@ -46,8 +46,8 @@ def comparison(lib, tmp_path_factory):
     scratch = tmp_path_factory.mktemp("upstream")
     files = tuple(lib.tree.from_mixins(scratch / "tree", mixins, MODELS))
     # an installed wheel is on the import path, but a checkout is not
-    beside = Path(hf_rocm.__file__).parents[1]
-    interpreter = lib.passes.Interpreter(Path(sys.executable), () if beside.name == "site-packages" else (beside,))
+    root = Path(hf_rocm.__file__).parents[1]
+    interpreter = lib.passes.Interpreter(Path(sys.executable), () if root.name == "site-packages" else (root,))
     results = {}
     for name, site in (("stock", None), ("overlaid", lib.passes.overlaid_site(interpreter, scratch / "site"))):
         settings = lib.passes.Pass(interpreter, scratch / "tree", files, scratch / f"{name}.jsonl", site)
@@ -72,5 +72,5 @@ def test_listed_differences_still_occur(comparison):
 
 
 def test_nothing_crashed_or_hung(comparison):
-    outcomes = {result.outcome for passed in (comparison.stock, comparison.overlaid) for result in passed.values()}
+    outcomes = {result.outcome for side in (comparison.stock, comparison.overlaid) for result in side.values()}
     assert not outcomes & {"crashed", "timeout"}

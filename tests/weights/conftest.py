@@ -69,7 +69,7 @@ def machine(monkeypatch):
 
 
 @pytest.fixture(params=[0, shuffling.ROWS], ids=["in place", "a copy"])
-def either(request, machine):
+def shuffled_model(request, machine):
     """A model in which the weights of all linear layers are shuffled, in place or as copies."""
     machine(threshold=request.param)
     model = shuffling.prepared()

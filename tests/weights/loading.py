@@ -26,7 +26,7 @@ from hf_rocm.weights.fuse import Fused
 TINY = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
 
 
-def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
+def main(kind: str, checkpoint: str, dtype: str, out: str) -> None:
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     ids = torch.tensor([[1, 2, 3]])
@@ -38,8 +38,8 @@ def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
     measured = {}
     base, start = settled(), _status("VmRSS")
     with torch.inference_mode():
-        load = hf_rocm.from_pretrained if which == "prepared" else LlamaForCausalLM.from_pretrained
-        model = load(checkpoint, torch_dtype=getattr(torch, dtype), **({"force": True} if which == "prepared" else {}))
+        load = hf_rocm.from_pretrained if kind == "prepared" else LlamaForCausalLM.from_pretrained
+        model = load(checkpoint, torch_dtype=getattr(torch, dtype), **({"force": True} if kind == "prepared" else {}))
         model(ids)
     measured["load peak"] = peak() - start
     measured["after"] = after = settled() - base
@@ -47,7 +47,7 @@ def main(which: str, checkpoint: str, dtype: str, out: str) -> None:
     model.save_pretrained(out)
     measured["save peak"] = peak() - start
     measured["saved"] = settled() - base
-    if which == "prepared":
+    if kind == "prepared":
         hf_rocm.restore(model)
         measured["restore peak"] = peak() - start
         measured["restored"] = settled() - base

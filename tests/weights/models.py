@@ -88,7 +88,7 @@ def blocks(model: nn.Module) -> int:
     return sum(type(module.__dict__.get(SLOT)) is Fused for module in model.modules())
 
 
-def follows(model: Any, groups: int, *, twin: Any = None) -> None:
+def assert_matches_stock(model: Any, groups: int, *, twin: Any = None) -> None:
     """Check that results are as accurate as stock's with the current weights, and that `groups` groups run fused.
 
     The fused GEMMs are counted in the recorded calls and in the stored state.
@@ -98,8 +98,8 @@ def follows(model: Any, groups: int, *, twin: Any = None) -> None:
     with ops.recording() as routes:
         actual = logits(model)
     assert_as_good_as_eager(actual, eager, logits(twin.double()))
-    products = [route for route in routes if route.operation == "linear"]
-    assert len(products) == groups
+    gemms = [route for route in routes if route.operation == "linear"]
+    assert len(gemms) == groups
     assert live(model) == groups
 
 

@@ -36,7 +36,7 @@ def account(model):
     return model.__dict__[REPORT]["preshuffle"]
 
 
-def serves(model, *, shuffled, plain=0, ids=IDS):
+def assert_shuffled_gemms(model, *, shuffled, plain=0, ids=IDS):
     """Check the results against stock's with the current weights, and count GEMMs with shuffled and plain weights."""
     twin = build()
     twin.load_state_dict({name: tensor.clone() for name, tensor in copy.deepcopy(model).state_dict().items()})

@@ -100,8 +100,8 @@ def awq(group: int) -> Case:
         order = (0, 2, 4, 6, 1, 3, 5, 7)
         return {"qweight": words(levels.T, order), "qzeros": words(zero.T, order), "scales": scale.t()}, exact
 
-    given = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
-    return Case(f"awq {group}", write, {**given, "modules_to_not_convert": None})
+    settings = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
+    return Case(f"awq {group}", write, {**settings, "modules_to_not_convert": None})
 
 
 def gptq(group: int, *, symmetric: bool = True, by_activation: bool = False, version: str = "gptq") -> Case:
@@ -126,8 +126,8 @@ def gptq(group: int, *, symmetric: bool = True, by_activation: bool = False, ver
             "g_idx": torch.from_numpy(groups),
         }, exact
 
-    given = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": symmetric, "desc_act": by_activation}
-    return Case(f"{version} {group} {symmetric} {by_activation}", write, {**given, "checkpoint_format": version})
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": group, "sym": symmetric, "desc_act": by_activation}
+    return Case(f"{version} {group} {symmetric} {by_activation}", write, {**settings, "checkpoint_format": version})
 
 
 def eight_bits(format: str, number: str, strategy: str, *, dynamic: bool | None = None) -> Case:
@@ -168,9 +168,9 @@ def finegrained(strategy: str = "block", dtype: torch.dtype = torch.float32, *, 
             tensors["activation_scale"] = torch.tensor(0.125, dtype=dtype)
         return tensors, exact
 
-    given = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}
+    settings = {"quant_method": "fp8", "activation_scheme": "static" if static else "dynamic"}
     more = {"weight_block_size": [128, 128] if strategy == "block" else None, "modules_to_not_convert": ["lm_head"]}
-    return Case(f"fp8 {strategy} {dtype} {'None' if strategy == 'block' else static}", write, {**given, **more})
+    return Case(f"fp8 {strategy} {dtype} {'None' if strategy == 'block' else static}", write, {**settings, **more})
 
 
 def bitsandbytes(code: str, size: int = 64, *, double: bool = False) -> Case:
@@ -207,7 +207,7 @@ def bitsandbytes(code: str, size: int = 64, *, double: bool = False) -> Case:
             **more,
         }, exact
 
-    given = {
+    settings = {
         "quant_method": "bitsandbytes",
         "_load_in_4bit": True,
         "_load_in_8bit": False,
@@ -219,7 +219,7 @@ def bitsandbytes(code: str, size: int = 64, *, double: bool = False) -> Case:
         "bnb_4bit_use_double_quant": double,
         "llm_int8_threshold": 6.0,
     }
-    return Case(f"{code} {size} {double}", write, given)
+    return Case(f"{code} {size} {double}", write, settings)
 
 
 def format_of(case: Case, tensors: dict[str, torch.Tensor]) -> Any:

@@ -22,7 +22,7 @@ from hf_rocm.weights.stored_linear import StoredLinear
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights import stored_checkpoints as checkpoints
 from tests.weights.models import logits
-from tests.weights.test_stored_formats import encoded, layer_of, made, raw_of
+from tests.weights.test_stored_formats import encoded, layer_of, make_layer, raw_of
 
 NF4, DOUBLE, FP4 = checkpoints.BITSANDBYTES[:3]
 
@@ -51,14 +51,14 @@ def test_pairs_of_numbers_are_unpacked_in_the_librarys_order():
 @pytest.mark.parametrize("case", checkpoints.BITSANDBYTES, ids=str)
 @pytest.mark.parametrize(("n", "k"), [(5, 33), (16, 80), (48, 256)])
 def test_layers_of_any_size_are_dequantised(case, n, k):
-    layer, exact = made(case, n, k)
+    layer, exact = make_layer(case, n, k)
     assert torch.equal(layer.dequantized(torch.float32), exact.float())
     assert (layer.format.refuses(n, k) is None) == (k == 256)
 
 
 def test_layers_with_double_quantisation_are_joined_where_factors_begin():
     """One factor covers 256 scales, and these cover 64 rows of 256 numbers."""
-    one, other, odd = (made(DOUBLE, n, 256)[0] for n in (128, 64, 48))
+    one, other, odd = (make_layer(DOUBLE, n, 256)[0] for n in (128, 64, 48))
     assert one.format.joins(one.tensors(), other.tensors())
     assert not one.format.joins(one.tensors(), odd.tensors()) and not odd.format.joins(odd.tensors(), one.tensors())
     weight = one.format.empty(192, 256, [one.tensors(), other.tensors()], None)
@@ -110,7 +110,7 @@ LAYER = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "found"),
+    ("name", "change", "actual"),
     [
         (".absmax", lambda tensor: tensor[:-1], "uint8"),
         (".absmax", lambda tensor: tensor.float(), "float32"),
@@ -121,7 +121,7 @@ LAYER = "model.layers.1.mlp.down_proj.weight"
     ],
     ids=str,
 )
-def test_invalid_layers_are_named(tmp_path, name, change, found):
+def test_invalid_layers_are_named(tmp_path, name, change, actual):
     checkpoints.write(tmp_path, DOUBLE)
 
     def damage(state):
@@ -132,7 +132,7 @@ def test_invalid_layers_are_named(tmp_path, name, change, found):
     checkpoints.edit_tensors(tmp_path, damage)
     with pytest.raises(LoadError, match="invalid") as raised:
         hf_rocm.from_pretrained(tmp_path, force=True)
-    assert raised.value.facts["tensor"] == LAYER + name and found in raised.value.facts["found"]
+    assert raised.value.facts["tensor"] == LAYER + name and actual in raised.value.facts["found"]
 
 
 def test_a_state_of_the_wrong_dtype_is_invalid_and_may_have_any_shape(tmp_path):
@@ -181,16 +181,16 @@ def test_the_format_is_that_of_the_library(code, double, size):
     weight = torch.randn(80, 512, dtype=torch.bfloat16)
     packed, state = functional.quantize_4bit(weight, blocksize=size, quant_type=code, compress_statistics=double)
     small = {f"weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
-    theirs = {"weight": packed, **small}
+    library = {"weight": packed, **small}
     case = checkpoints.bitsandbytes(code, size, double=double)
-    ours = case.write(weight)[0]
-    described = {name: (tensor.dtype, tensor.shape) for name, tensor in theirs.items() if "quant_state" not in name}
-    assert theirs.keys() == ours.keys()
-    assert described == {name: (ours[name].dtype, ours[name].shape) for name in described}
-    expected = checkpoints.format_of(case, theirs).expected(80, 512)
-    assert all(tensor.dtype in expected[name].dtypes for name, tensor in theirs.items())
-    assert all(wanted.check is None or wanted.check(theirs[name].tolist()) is None for name, wanted in expected.items())
-    layer = layer_of(case, theirs, 80, 512)
+    written = case.write(weight)[0]
+    described = {name: (tensor.dtype, tensor.shape) for name, tensor in library.items() if "quant_state" not in name}
+    assert library.keys() == written.keys()
+    assert described == {name: (written[name].dtype, written[name].shape) for name in described}
+    expected = checkpoints.format_of(case, library).expected(80, 512)
+    assert all(tensor.dtype in expected[name].dtypes for name, tensor in library.items())
+    assert all(entry.check is None or entry.check(library[name].tolist()) is None for name, entry in expected.items())
+    layer = layer_of(case, library, 80, 512)
     raw, x = raw_of(layer), torch.randn(5, 512)
     for dtype in (torch.bfloat16, torch.float32):
         state.dtype = dtype

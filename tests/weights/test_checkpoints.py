@@ -136,9 +136,9 @@ def test_every_layout_of_a_checkpoint_is_loaded_as_in_stock(name, saved, gated):
         assert_as_good_as_eager(actual, eager, logits(stock_class.from_pretrained(folder).eval().double()))
     report = prepared.__dict__[preparing.REPORT]
     rows = [route.shapes[1][0] for route in routes if route.operation == "linear"]
-    for path, (names, together) in fused.items():
+    for path, (names, total) in fused.items():
         assert report["fused"][path] == names
-        assert together in rows
+        assert total in rows
     assert not report["skipped"] and not report["refused"]
     after = prepared.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -12,7 +12,7 @@ from hf_rocm.layers.grouped_linear import live
 from hf_rocm.layers.weight_group import PENDING, SLOT, idle
 from hf_rocm.weights import fuse
 from hf_rocm.weights.fuse import Fused
-from tests.weights.test_fuse import X, make, no_grad, same  # noqa: F401  the fixture applies here, too
+from tests.weights.test_fuse import X, check, make, no_grad  # noqa: F401  the fixture applies here, too
 
 
 def _pickled(group):
@@ -26,7 +26,7 @@ def test_an_unpickled_group_is_fused_at_its_first_call():
         twin(X)
         assert "gradients are enabled" in fuse.why_not(twin, twin.names)
     assert twin.__dict__[SLOT] == idle(Fused, PENDING, "abc") and fuse.why_not(twin, twin.names) is None
-    same(twin)
+    check(twin)
     assert type(twin.__dict__[SLOT]) is Fused
 
 
@@ -36,7 +36,7 @@ def test_a_deep_copy_is_fused():
     again = copy.deepcopy(twin)
     del twin
     assert live(again) is again.__dict__[SLOT]
-    same(again)
+    check(again)
 
 
 def test_a_deep_copy_of_a_shallow_copy_or_of_a_stale_group_is_fused_at_its_first_call():
@@ -46,7 +46,7 @@ def test_a_deep_copy_of_a_shallow_copy_or_of_a_stale_group_is_fused_at_its_first
     stale = copy.deepcopy(group)
     for twin in (shallow, stale):
         assert twin.__dict__[SLOT] == idle(Fused, PENDING, "abc")
-        same(twin)
+        check(twin)
         assert live(twin) is not None
     assert not torch.equal(shallow.b.weight, stale.b.weight)
 
@@ -58,7 +58,7 @@ def test_copies_have_separate_blocks(duplicate):
     twin.a.weight.mul_(2)
     group.b.weight.mul_(5)
     for entry in (group, twin):
-        same(entry)
+        check(entry)
         assert live(entry) is not None
     assert live(twin) is not live(group)
     assert not torch.equal(twin.a.weight, group.a.weight)

@@ -60,7 +60,7 @@ def make(bias=False):
     return moe
 
 
-def same(moe):
+def check(moe):
     """Check that the stacked blocks and the modules compute the same results."""
     stack = stacked(moe)
     assert stack is not None
@@ -88,7 +88,7 @@ def test_stacking_and_unstacking_keep_values_and_objects(bias):
     stack = stacked(moe)
     assert stack.gate_up.shape == (E, 2 * I, H) and stack.down.shape == (E, H, I)
     assert (stack.gate_up_bias is not None) is bias
-    same(moe)
+    check(moe)
     for step in ("stacked", "unstacked"):
         for name, parameter in moe.named_parameters():
             assert parameter is parameters[name] and torch.equal(parameter, before[name]), step
@@ -115,7 +115,7 @@ def test_writing_into_a_parameter_writes_into_the_block():
     moe = make()
     moe.experts[2].w2.weight.mul_(2)
     moe.load_state_dict({name: value * 1.5 for name, value in moe.state_dict().items()})
-    same(moe)
+    check(moe)
 
 
 def replace_parameter(moe):
@@ -220,15 +220,15 @@ def test_with_functional_call_the_modules_run():
 
 
 @pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
+    "duplicate", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
 )
-def test_a_copy_has_separate_blocks(how):
+def test_a_copy_has_separate_blocks(duplicate):
     moe = make()
-    twin = how(moe)
+    twin = duplicate(moe)
     assert isinstance(stacked(twin), Stacked) and stacked(twin) is not stacked(moe)
     twin.experts[0].w1.weight.zero_()
-    same(twin)
-    same(moe)
+    check(twin)
+    check(moe)
 
 
 def test_the_experts_of_a_moved_model_are_stacked_again():

@@ -28,7 +28,7 @@ def make(*, bias=False, sizes=(16, 8, 4), dtype=torch.float32):
     return group
 
 
-def same(group, x=X):
+def check(group, x=X):
     """Check that the fused forward equals the layers' forwards within the derived tolerance."""
     with torch.no_grad():
         wide = copy.deepcopy(group)
@@ -60,7 +60,7 @@ def test_fusing_and_unfusing_keep_values_and_objects(sizes, bias, dtype, rows):
             assert fuse.fuse(group, group.names) is None
             block = live(group)
             assert block is not None and block.weight.shape == (2 * sum(sizes), 16)
-            same(group, torch.randn(rows, 16).to(dtype))
+            check(group, torch.randn(rows, 16).to(dtype))
     for _ in range(2):
         fuse.unfuse(group)
         assert live(group) is None
@@ -109,10 +109,10 @@ def test_parameters_created_under_inference_mode_are_fused():
         group = Group(16, 8, bias=True)
     assert fuse.fuse(group, group.names) is None
     assert group.a.weight.is_inference() and live(group) is not None
-    same(group)
+    check(group)
     with torch.inference_mode():
         group.a.weight.mul_(2)
-    same(group)
+    check(group)
     fuse.unfuse(group)
     assert group.a.weight.is_inference() and group.a.bias.is_inference()
 
@@ -126,7 +126,7 @@ def test_ordinary_parameters_fused_under_inference_mode_stay_ordinary():
     with torch.enable_grad():
         group.a(X).sum().backward()
     group.a.weight.add_(1)
-    same(group)
+    check(group)
 
 
 # Functions that change a fused group. They return (whether the block is kept, whether it would be used).
@@ -247,8 +247,8 @@ def test_the_next_call_uses_the_changed_layers(change, bias):
     outputs, expected = group(X), one_by_one(group, X)
     changed = [old.shape != new.shape or not torch.equal(old, new) for old, new in zip(before, expected, strict=True)]
     assert any(changed)
-    for actual, wanted in zip(outputs, expected, strict=True):
-        torch.testing.assert_close(actual, wanted)
+    for actual, reference in zip(outputs, expected, strict=True):
+        torch.testing.assert_close(actual, reference)
     assert (live(group) is not None) is runs
     assert (type(group.__dict__[SLOT]) is fuse.Fused) is kept
     assert (fuse.why_not(group, group.names) is None) is runs
@@ -257,8 +257,8 @@ def test_the_next_call_uses_the_changed_layers(change, bias):
 def test_a_removed_bias_is_not_added():
     group = make(bias=True)
     group.b.bias = None
-    for actual, wanted in zip(group(X), one_by_one(group, X), strict=True):
-        torch.testing.assert_close(actual, wanted)
+    for actual, reference in zip(group(X), one_by_one(group, X), strict=True):
+        torch.testing.assert_close(actual, reference)
     assert type(group.__dict__[SLOT]) is not fuse.Fused and "only a, c have a bias" in fuse.why_not(group, group.names)
 
 
@@ -271,7 +271,7 @@ def test_a_stale_block_is_freed_and_can_be_rebuilt():
     del block
     assert not block_of([group.a.weight, group.b.weight, group.c.weight], [])
     assert fuse.fuse(group, group.names) is None and live(group) is not None
-    same(group)
+    check(group)
 
 
 def test_hooks_on_all_modules_are_called():
@@ -292,7 +292,7 @@ def test_functional_call_uses_its_weights_and_keeps_the_block():
     for actual, name in zip(outputs, lent, strict=True):
         torch.testing.assert_close(actual, nn.functional.linear(X, lent[name]))
     assert live(group) is not None
-    same(group)
+    check(group)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -308,7 +308,7 @@ def test_with_gradients_the_layers_run_and_equal_stock(bias):
         assert torch.equal(one.grad, other.grad) and torch.equal(one, other)
     # The optimizer's step was in place.
     assert live(group) is not None
-    same(group)
+    check(group)
 
 
 def test_layers_run_one_by_one_if_only_the_input_requires_grad():
@@ -329,8 +329,8 @@ def test_concurrent_first_calls_and_concurrent_invalidation_are_safe():
                 with torch.no_grad():
                     start.wait()
                     for turn in range(20):
-                        for part, wanted in zip(group(X), (16, 8, 4), strict=True):
-                            assert part.shape == (3, wanted)
+                        for part, size in zip(group(X), (16, 8, 4), strict=True):
+                            assert part.shape == (3, size)
                         if turn == 10 and threading.current_thread().name == "changer":
                             group.b.weight = nn.Parameter(torch.randn(8, 16))
             except Exception as error:  # noqa: BLE001  # otherwise a thread's error would be lost
@@ -343,7 +343,7 @@ def test_concurrent_first_calls_and_concurrent_invalidation_are_safe():
             thread.join()
         assert not errors
         assert live(group) is None
-        same(group)
+        check(group)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
@@ -352,5 +352,5 @@ def test_jit_traces_contain_parameters_and_no_block():
     trace = torch.jit.trace(group, X, check_trace=False)
     group.b.weight.data = torch.zeros(8, 16)
     group.a.weight.mul_(2)
-    for actual, wanted in zip(trace(X), one_by_one(group, X), strict=True):
-        torch.testing.assert_close(actual, wanted)
+    for actual, reference in zip(trace(X), one_by_one(group, X), strict=True):
+        torch.testing.assert_close(actual, reference)

@@ -31,7 +31,7 @@ def attention(monkeypatch):
 
 
 @pytest.fixture
-def aside(monkeypatch):
+def moved(monkeypatch):
     """Record the tensors that are moved for every fused group."""
     seen = []
     step = fused_storage._make_room
@@ -43,7 +43,7 @@ def values(module):
     return {name: tensor.clone() for name, tensor in module.state_dict().items()}
 
 
-def fuses(module, before):
+def assert_fused(module, before):
     """Check that the layers are fused, and that every weight is unchanged and has separate memory."""
     assert fuse(module, ("q", "k", "v")) is None
     block = fused(module)
@@ -54,27 +54,27 @@ def fuses(module, before):
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in after.values())
 
 
-def test_tensors_between_the_parts_are_moved(attention, aside):
+def test_tensors_between_the_parts_are_moved(attention, moved):
     weights, old = dict(attention.named_parameters()), attention.o.weight.data_ptr()
-    fuses(attention, values(attention))
-    assert aside == [[weights["o.weight"]]] and attention.o.weight.data_ptr() != old
+    assert_fused(attention, values(attention))
+    assert moved == [[weights["o.weight"]]] and attention.o.weight.data_ptr() != old
     # The objects are unchanged.
     assert dict(attention.named_parameters()) == weights
     block = fused(attention).weight
     assert not block.data_ptr() <= attention.o.weight.data_ptr() < block.data_ptr() + block.nbytes
 
 
-def test_a_referenced_weight_is_not_moved(attention, aside):
+def test_a_referenced_weight_is_not_moved(attention, moved):
     view, old = attention.o.weight.detach(), attention.o.weight.data_ptr()
-    fuses(attention, values(attention))
-    assert aside == [[]] and attention.o.weight.data_ptr() == view.data_ptr() == old
+    assert_fused(attention, values(attention))
+    assert moved == [[]] and attention.o.weight.data_ptr() == view.data_ptr() == old
 
 
-def test_contiguous_layers_move_nothing(attention, aside):
+def test_contiguous_layers_move_nothing(attention, moved):
     old = {name: parameter.data_ptr() for name, parameter in attention.named_parameters()}
     before = values(attention)
     assert fuse(attention, ("q", "v")) is None
-    assert aside == [[]] and all(
+    assert moved == [[]] and all(
         attention.state_dict()[f"{name}.weight"].data_ptr() == old[f"{name}.weight"] for name in "ko"
     )
     assert all(torch.equal(attention.state_dict()[name], tensor) for name, tensor in before.items())
@@ -95,5 +95,5 @@ def test_memory_is_exported_on_its_own_device(attention, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "device_of", Device)
     monkeypatch.setattr(fused_storage, "from_dlpack", lambda part: exported.append(bool(current)) or from_dlpack(part))
-    fuses(attention, values(attention))
+    assert_fused(attention, values(attention))
     assert len(exported) == 3 + 4 and all(exported) and not current

@@ -66,11 +66,11 @@ def large(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"], ids=["mapped", "converted"])
 def test_loading_stays_within_the_memory_bound(large, tmp_path, dtype):
-    def measure(which):
+    def measure(kind):
         script = Path(__file__).with_name("loading.py")
-        command = [sys.executable, str(script), which, str(large), dtype, str(tmp_path / which)]
+        command = [sys.executable, str(script), kind, str(large), dtype, str(tmp_path / kind)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        shutil.rmtree(tmp_path / which, ignore_errors=True)
+        shutil.rmtree(tmp_path / kind, ignore_errors=True)
         assert done.returncode == 0, done.stderr[-2000:]
         return json.loads(done.stdout.splitlines()[-1])
 

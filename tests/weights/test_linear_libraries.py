@@ -40,24 +40,24 @@ def net():
 def switch(monkeypatch):
     """Simulate PyTorch's setting on a machine with all libraries. Returns (the requests, the current library)."""
     names = {"default": "Default", "cublas": "Cublas", "hipblas": "Cublas", "cublaslt": "Cublaslt", "ck": "Ck"}
-    requests, now = [], ["Default"]
+    requests, current = [], ["Default"]
 
     def preferred(backend=None):
         if backend is not None:
             requests.append(backend)
-            now[0] = names.get(backend, backend)
-        return now[0]
+            current[0] = names.get(backend, backend)
+        return current[0]
 
     monkeypatch.setattr(torch.backends.cuda, "_BlasBackends", names)
     monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", preferred)
     monkeypatch.setattr(blas_backend, "is_rocm", lambda: True)
-    return requests, now
+    return requests, current
 
 
 @pytest.mark.parametrize(("backend", "name"), [("hipblaslt", "cublaslt"), ("rocblas", "hipblas"), ("ck", "ck")])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_library_is_preferred_while_a_routed_layer_runs(net, switch, backend, name, compiled):
-    requested, now = switch
+    requested, current = switch
     x = torch.randn(3, 16)
     expected = net(x)
     hf_rocm.route_linear(net, linear_backend=backend, force=True)
@@ -66,7 +66,7 @@ def test_a_library_is_preferred_while_a_routed_layer_runs(net, switch, backend, 
     model = torch.compile(net, backend="eager") if compiled else net
     with torch.no_grad():
         torch.testing.assert_close(model(x), expected)
-    assert requested == [name, "Default"] * 3 and now == ["Default"]
+    assert requested == [name, "Default"] * 3 and current == ["Default"]
     torch._dynamo.reset()
 
 

@@ -185,8 +185,8 @@ def test_autocast_and_function_transforms_use_pytorch(net, aiter):
         with warnings.catch_warnings():
             # PyTorch warns at the first use.
             warnings.simplefilter("ignore", DeprecationWarning)
-            _, moved = torch.func.jvp(net.up, (x,), (x,))
-    torch.testing.assert_close(moved, F.linear(x, net.up.weight))
+            _, tangent = torch.func.jvp(net.up, (x,), (x,))
+    torch.testing.assert_close(tangent, F.linear(x, net.up.weight))
     assert not routes
 
 

@@ -26,25 +26,25 @@ def addresses(model):
 
 @pytest.fixture
 def model():
-    made = hf_rocm.prepare(models.build(), force=True).eval()
-    assert groups(made)
-    return made
+    prepared = hf_rocm.prepare(models.build(), force=True).eval()
+    assert groups(prepared)
+    return prepared
 
 
 @pytest.mark.parametrize("move", MOVES.values(), ids=MOVES)
 def test_a_move_that_changes_nothing_keeps_the_groups_and_their_memory(model, move):
-    before, where = groups(model), addresses(model)
+    before, old = groups(model), addresses(model)
     assert move(model) is model
     assert all(one is other for one, other in zip(groups(model), before, strict=True))
-    assert addresses(model) == where
+    assert addresses(model) == old
 
 
 def test_a_move_to_another_dtype_forms_the_groups_again(model):
-    before, where = groups(model), addresses(model)
+    before, old = groups(model), addresses(model)
     model.double()
     assert len(groups(model)) == len(before)
     assert not any(one is other for one, other in zip(groups(model), before, strict=True))
-    assert all(one != other for one, other in zip(addresses(model), where, strict=True))
+    assert all(one != other for one, other in zip(addresses(model), old, strict=True))
 
 
 def test_sharing_the_memory_with_other_processes_moves_it_so_no_group_is_kept(model):

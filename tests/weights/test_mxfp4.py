@@ -55,7 +55,7 @@ def prepared(folder, **arguments):
     return model
 
 
-def same_as(reference, model):
+def check_results(reference, model):
     wide = copy.deepcopy(reference).double()
     # The default of transformers 5 does not support float64.
     wide.config._experts_implementation = "eager"
@@ -86,7 +86,7 @@ def test_results_and_tokens_equal_the_dequantised_model(tmp_path, experts):
     reference = mxfp4.write(tmp_path, **experts)
     model = prepared(tmp_path)
     with ops.recording() as routes:
-        same_as(reference, model)
+        check_results(reference, model)
     assert [route.operation for route in routes].count("mxfp4_experts") == mxfp4.LAYERS
     assert torch.equal(model.generate(IDS, **TOKENS), reference.generate(IDS, **TOKENS))
 
@@ -100,12 +100,12 @@ def test_the_numbers_equal_those_of_transformers(tmp_path):
         tensors, loaded = experts.tensors(), stock.get_submodule(path)
         for name in ("gate_up_proj", "down_proj"):
             stored = tensors[f"{name}_blocks"], tensors[f"{name}_scales"]
-            wanted = convert_moe_packed_tensors(*stored, dtype=torch.bfloat16)
+            expected = convert_moe_packed_tensors(*stored, dtype=torch.bfloat16)
             # transformers 4.55 transposes the weight afterwards.
-            if wanted.shape != getattr(loaded, name).shape:
-                wanted = wanted.transpose(1, 2)
-            assert torch.equal(dequantize(*stored, torch.bfloat16).transpose(1, 2), wanted)
-            assert torch.equal(getattr(loaded, name), wanted)
+            if expected.shape != getattr(loaded, name).shape:
+                expected = expected.transpose(1, 2)
+            assert torch.equal(dequantize(*stored, torch.bfloat16).transpose(1, 2), expected)
+            assert torch.equal(getattr(loaded, name), expected)
 
 
 def test_restore_returns_the_original_model(tmp_path):
@@ -114,10 +114,10 @@ def test_restore_returns_the_original_model(tmp_path):
     modules, tensors = dict(model.named_modules()), dict([*model.named_parameters(), *model.named_buffers()])
     grads = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     with ops.recording() as routes:
-        same_as(reference, model)
+        check_results(reference, model)
     assert not [route for route in routes if route.operation == "mxfp4_experts"]
     hf_rocm.prepare(model, force=True)
-    same_as(reference, model)
+    check_results(reference, model)
     hf_rocm.restore(model)
     assert dict(model.named_modules()) == modules and state_bytes(model) == stored_bytes(tmp_path)
     after = dict([*model.named_parameters(), *model.named_buffers()])
@@ -129,9 +129,9 @@ def test_restore_returns_the_original_model(tmp_path):
 def test_memory_is_that_of_the_checkpoint(tmp_path):
     mxfp4.write(tmp_path)
     model = prepared(tmp_path)
-    here = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    loaded = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     file = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
-    assert abs(here - file) <= 0.03 * file
+    assert abs(loaded - file) <= 0.03 * file
     assert all(parameter.is_meta for name, parameter in experts_of(model)[0].replaced[0].named_parameters())
 
 
@@ -175,13 +175,13 @@ def test_dequantize_makes_an_ordinary_model(tmp_path):
     assert not experts_of(model) and getattr(model.config, "quantization_config", None) is None
     for name, tensor in reference.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor)
-    same_as(reference, model)
+    check_results(reference, model)
     hf_rocm.prepare(model, force=True)
     with ops.recording() as routes:
-        same_as(reference, model)
+        check_results(reference, model)
     assert [route.operation for route in routes].count("experts") == mxfp4.LAYERS
     model.save_pretrained(tmp_path / "saved")
-    same_as(reference, GptOssForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager"))
+    check_results(reference, GptOssForCausalLM.from_pretrained(tmp_path / "saved", attn_implementation="eager"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -225,7 +225,7 @@ def replace(name, change):
 
 
 @pytest.mark.parametrize(
-    ("edit", "expected", "found"),
+    ("edit", "expected", "actual"),
     [
         (drop(f"{LAYER}.down_proj_scales"), "[6, 64, 3] uint8", "no such tensor"),
         (drop(f"{LAYER}.down_proj_blocks"), "[6, 64, 3, 16] uint8", "no such tensor"),
@@ -237,7 +237,7 @@ def replace(name, change):
         (replace(f"{LAYER}.gate_up_proj_scales", lambda tensor: tensor.float()), "uint8", "float32"),
     ],
 )
-def test_a_damaged_layer_is_named_before_any_weight_is_read(tmp_path, monkeypatch, edit, expected, found):
+def test_a_damaged_layer_is_named_before_any_weight_is_read(tmp_path, monkeypatch, edit, expected, actual):
     """A single error names the tensor, before any weight is read."""
     mxfp4.write(tmp_path)
     checkpoints.edit_tensors(tmp_path, edit)
@@ -245,7 +245,7 @@ def test_a_damaged_layer_is_named_before_any_weight_is_read(tmp_path, monkeypatc
     with pytest.raises(LoadError) as error:
         prepared(tmp_path)
     assert error.value.facts["tensor"].startswith(LAYER)
-    assert expected in error.value.facts["expected"] and found in error.value.facts["found"]
+    assert expected in error.value.facts["expected"] and actual in error.value.facts["found"]
 
 
 def test_a_truncated_file_is_an_error(tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from hf_rocm.layers.grouped_linear import live as fused
 from tests.distributed.launch import free_port
 from tests.weights import models
-from tests.weights.models import GROUPS, IDS, blocks, follows
+from tests.weights.models import GROUPS, IDS, assert_matches_stock, blocks
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_ddp_training_equals_that_of_an_unfused_model(model):
     train(twin, twin)
     for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other, msg=name)
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 @pytest.mark.usefixtures("group")
@@ -67,14 +67,14 @@ def test_fsdp2_training_equals_that_of_an_unfused_model(model):
 def test_two_processes_support_every_kind_of_parallelism(checkpoint):
     port = free_port()
     script = Path(__file__).with_name("two_processes.py")
-    # pass on this process's import path, which includes an installed hf_rocm and the tests
-    places = os.pathsep.join([*filter(None, sys.path), str(script.parents[2])])
+    # pass this process's import path, which includes an installed hf_rocm and the tests
+    import_path = os.pathsep.join([*filter(None, sys.path), str(script.parents[2])])
     start = [sys.executable, "-W", "ignore", "-P"] if sys.version_info >= (3, 11) else [sys.executable, "-W", "ignore"]
     ranks = [
         subprocess.Popen(
             [*start, str(script), str(rank), str(port), str(checkpoint)],
             # hide GPUs: gloo runs on the CPU, and transformers would use a GPU
-            env={**os.environ, "PYTHONPATH": places, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
+            env={**os.environ, "PYTHONPATH": import_path, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

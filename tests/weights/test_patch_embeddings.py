@@ -113,9 +113,9 @@ def test_patches_that_are_only_flattened_are_contiguous():
 def test_a_replaced_forward_gets_the_format_of_a_convolution(monkeypatch):
     model, pixels = siglip()
     hf_rocm.prepare(model, force=True)
-    around = next(module for module in model.modules() if type(module).__name__ == "SiglipVisionEmbeddings")
-    monkeypatch.setattr(type(around), "forward", lambda self, pixels: self.patch_embedding(pixels).view(2, 48, -1))
-    output, routes = output_and_routes(around, pixels)
+    embeddings = next(module for module in model.modules() if type(module).__name__ == "SiglipVisionEmbeddings")
+    monkeypatch.setattr(type(embeddings), "forward", lambda self, pixels: self.patch_embedding(pixels).view(2, 48, -1))
+    output, routes = output_and_routes(embeddings, pixels)
     assert routes and output.is_contiguous()
 
 
@@ -145,8 +145,8 @@ def test_gradients_equal_stock():
     model, pixels = built("frames")
     prepared = hf_rocm.prepare(copy.deepcopy(model), force=True)
     inputs = [pixels.clone().requires_grad_() for _ in range(2)]
-    for our, x in zip((model, prepared), inputs, strict=True):
-        our(x).square().sum().backward()
+    for variant, x in zip((model, prepared), inputs, strict=True):
+        variant(x).square().sum().backward()
     torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
     for name, parameter in prepared.named_parameters():
         torch.testing.assert_close(parameter.grad, model.get_parameter(name).grad)
@@ -285,17 +285,17 @@ def test_copies_and_pickles_work_and_can_be_restored():
         twin.proj.bias.zero_()
     assert not output_and_routes(twin, pixels)[0].any() and output_and_routes(twin, pixels)[1]
     file = io.BytesIO(pickle.dumps(model))
-    thawed = pickle.load(file)
-    assert torch.equal(thawed(pixels), expected) or output_and_routes(thawed, pixels)[1]
-    assert output_and_routes(hf_rocm.prepare(thawed, force=True), pixels)[1]
-    for variant in (model, thawed):
+    unpickled = pickle.load(file)
+    assert torch.equal(unpickled(pixels), expected) or output_and_routes(unpickled, pixels)[1]
+    assert output_and_routes(hf_rocm.prepare(unpickled, force=True), pixels)[1]
+    for variant in (model, unpickled):
         hf_rocm.restore(variant)
         assert torch.equal(variant(pixels), expected)
     assert {name: value for name, value in model.proj.__dict__.items() if not name.startswith("_param")}.keys() == {
         name for name in before if not name.startswith("_param")
     }
     # The unpickled module has the stock forward as an attribute.
-    assert not instance_forward.is_attached(thawed.proj)
+    assert not instance_forward.is_attached(unpickled.proj)
 
 
 def test_preparing_again_changes_nothing_and_explain_names_the_convolution():

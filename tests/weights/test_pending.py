@@ -15,7 +15,7 @@ from hf_rocm.weights import mmap_pages
 from hf_rocm.weights.fuse import why_not
 from hf_rocm.weights.mmap_pages import is_mapped
 from tests.weights import models
-from tests.weights.models import GROUPS, IDS, blocks, follows, live, logits
+from tests.weights.models import GROUPS, IDS, assert_matches_stock, blocks, live, logits
 
 GATE = ("gate_proj", "up_proj")
 
@@ -36,7 +36,7 @@ def test_loading_reads_nothing_and_the_first_call_fuses(fresh, stock):
         assert why_not(fresh.model.layers[0].mlp, GATE) is None
     # Reading the reason did not fuse anything.
     assert pending(fresh) == GROUPS
-    follows(fresh, GROUPS, twin=stock)
+    assert_matches_stock(fresh, GROUPS, twin=stock)
     assert blocks(fresh) == GROUPS
 
 
@@ -54,7 +54,7 @@ def test_a_load_before_the_first_call_takes_effect(fresh, assign):
     other = {name: torch.randn_like(tensor) * 0.1 for name, tensor in fresh.state_dict().items()}
     fresh.load_state_dict(other, assign=assign)
     del other
-    follows(fresh, GROUPS)
+    assert_matches_stock(fresh, GROUPS)
 
 
 def test_writes_to_a_kept_state_dict_reach_the_model(fresh):
@@ -70,7 +70,7 @@ def test_writes_to_a_kept_state_dict_reach_the_model(fresh):
     twin.model.layers[1].self_attn.q_proj.weight.data.mul_(3)
     torch.testing.assert_close(logits(fresh), logits(twin))
     del kept
-    follows(fresh, GROUPS, twin=twin)
+    assert_matches_stock(fresh, GROUPS, twin=twin)
 
 
 def test_calls_with_gradients_keep_groups_pending(fresh, stock):
@@ -80,7 +80,7 @@ def test_calls_with_gradients_keep_groups_pending(fresh, stock):
     assert "gradients are enabled" in why_not(fresh.model.layers[0].mlp, GATE)
     for (name, one), other in zip(fresh.named_parameters(), stock.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, msg=name)
-    follows(fresh, GROUPS)
+    assert_matches_stock(fresh, GROUPS)
 
 
 def test_a_hook_or_a_replaced_layer_keeps_its_group_pending_until_it_is_removed(fresh):
@@ -92,7 +92,7 @@ def test_a_hook_or_a_replaced_layer_keeps_its_group_pending_until_it_is_removed(
     assert live(fresh) == GROUPS - 1 and seen
     mlp.gate_proj = gate
     handle.remove()
-    follows(fresh, GROUPS, twin=twin)
+    assert_matches_stock(fresh, GROUPS, twin=twin)
 
 
 def test_moving_to_the_same_device_reads_nothing_and_converting_fuses(fresh):
@@ -101,7 +101,7 @@ def test_moving_to_the_same_device_reads_nothing_and_converting_fuses(fresh):
     assert pending(fresh) == GROUPS and addresses(fresh) == before
     fresh.bfloat16()
     assert blocks(fresh) == GROUPS
-    follows(fresh, GROUPS)
+    assert_matches_stock(fresh, GROUPS)
 
 
 def test_a_conversion_while_loading_leaves_nothing_mapped_and_fuses_at_once(checkpoint):
@@ -117,7 +117,7 @@ def test_a_model_that_only_runs_compiled_is_fused_after_a_call(fresh, stock):
     with torch.no_grad():
         torch.testing.assert_close(run(), logits(stock))
         assert pending(fresh) == GROUPS
-        follows(fresh, GROUPS)
+        assert_matches_stock(fresh, GROUPS)
         torch.testing.assert_close(run(), logits(stock))
     targets = [str(node.target) for node in counter.graphs[-1].graph.nodes]
     assert targets.count("hf_rocm.linear_group") == GROUPS
@@ -128,14 +128,14 @@ def test_without_a_page_map_groups_are_fused_while_loading(checkpoint, monkeypat
     monkeypatch.setattr(mmap_pages, "_PAGEMAP", "/nowhere")
     fresh = hf_rocm.from_pretrained(checkpoint, force=True)
     assert blocks(fresh) == GROUPS
-    follows(fresh, GROUPS)
+    assert_matches_stock(fresh, GROUPS)
 
 
-@pytest.mark.parametrize("where", ["a mapped file", "memory"])
-def test_on_rocm_weights_on_the_cpu_stay_pending_until_a_move_to_a_gpu(checkpoint, monkeypatch, where):
+@pytest.mark.parametrize("location", ["a mapped file", "memory"])
+def test_on_rocm_weights_on_the_cpu_stay_pending_until_a_move_to_a_gpu(checkpoint, monkeypatch, location):
     monkeypatch.setattr(preparing, "is_rocm", lambda: True)
     monkeypatch.delenv("HF_ROCM_FORCE", raising=False)
-    model = hf_rocm.from_pretrained(checkpoint) if where == "a mapped file" else hf_rocm.prepare(models.build())
+    model = hf_rocm.from_pretrained(checkpoint) if location == "a mapped file" else hf_rocm.prepare(models.build())
     assert bind.mode_of(model.model.layers[0].mlp) == bind.GPU
     model.eval().half().float()
     logits(model)

@@ -20,7 +20,7 @@ from hf_rocm.layers.weight_group import SLOT
 from hf_rocm.loading import prepare as preparing
 from hf_rocm.overlay import bind
 from tests.weights import models
-from tests.weights.models import GROUPS, IDS, assert_same_results, follows, live, logits
+from tests.weights.models import GROUPS, IDS, assert_matches_stock, assert_same_results, live, logits
 
 
 def report(model):
@@ -43,7 +43,7 @@ def test_prepare_fuses_every_group_and_its_report_has_builtin_types(stock):
     parameters = dict(stock.named_parameters())
     shape = layout(stock)
     assert hf_rocm.prepare(stock, force=True) is stock
-    follows(stock, GROUPS)
+    assert_matches_stock(stock, GROUPS)
     assert dict(stock.named_parameters()) == parameters and layout(stock) == shape
     assert all(parameter is parameters[name] for name, parameter in stock.named_parameters())
     written = json.loads(json.dumps(report(stock)))
@@ -61,9 +61,9 @@ def test_preparing_twice_equals_preparing_once(model):
     assert report(model) == before
 
 
-@pytest.mark.parametrize("where", ["a mapped file", "memory"])
-def test_restore_returns_the_stock_model(stock, where):
-    stock = models.build() if where == "memory" else stock
+@pytest.mark.parametrize("location", ["a mapped file", "memory"])
+def test_restore_returns_the_stock_model(stock, location):
+    stock = models.build() if location == "memory" else stock
     twin, state, shape = copy.deepcopy(stock), copy.deepcopy(stock.state_dict()), layout(stock)
     names = [(name, type(module)) for name, module in stock.named_modules()]
     ordinary = {name for name, p in stock.named_parameters() if p.untyped_storage().resizable()}
@@ -81,7 +81,7 @@ def test_restore_returns_the_stock_model(stock, where):
         assert_same_results(prepared, twin)
         assert all(bind.mode_of(module) == bind.OFF for module in prepared.modules())
     hf_rocm.prepare(prepared, force=True)
-    follows(prepared, GROUPS)
+    assert_matches_stock(prepared, GROUPS)
 
 
 def test_the_call_after_an_invalidation_frees_the_whole_block(model):
@@ -89,7 +89,7 @@ def test_the_call_after_an_invalidation_frees_the_whole_block(model):
     mlp.gate_proj.weight.data = torch.randn_like(mlp.gate_proj.weight)
     assert not mlp.up_proj.weight.untyped_storage().resizable()
     parameter, value = mlp.up_proj.weight, mlp.up_proj.weight.clone()
-    follows(model, GROUPS - 1)
+    assert_matches_stock(model, GROUPS - 1)
     assert mlp.up_proj.weight is parameter and torch.equal(parameter, value)
     assert parameter.untyped_storage().resizable()
     hf_rocm.restore(model)
@@ -100,7 +100,7 @@ def test_a_stale_block_stays_while_a_part_is_aliased(model):
     mlp = model.model.layers[0].mlp
     kept = model.state_dict()["model.layers.0.mlp.up_proj.weight"]
     mlp.gate_proj.weight.data = torch.randn_like(mlp.gate_proj.weight)
-    follows(model, GROUPS - 1)
+    assert_matches_stock(model, GROUPS - 1)
     kept.zero_()
     assert not mlp.up_proj.weight.any()
     hf_rocm.restore(model)
@@ -133,7 +133,7 @@ def test_deactivate_restores_the_class_and_preparing_again_uses_moved_weights(mo
     assert not routes
     hf_rocm.prepare(model.half().float(), force=True)
     assert "_apply" in mlp.__dict__
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 def test_groups_with_biases_are_fused_in_bert():
@@ -167,9 +167,9 @@ def test_restore_works_after_outputs_were_captured(model):
         captured = model(IDS, output_attentions=True, output_hidden_states=True, use_cache=False)
         model.config._attn_implementation = "sdpa"
     assert captured.attentions[0] is not None and len(captured.hidden_states) == models.LAYERS + 1
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
     hf_rocm.restore(model)
-    follows(model, 0)
+    assert_matches_stock(model, 0)
     assert_same_results(model, models.build())
 
 
@@ -186,8 +186,8 @@ def test_a_copy_and_its_original_are_restored_separately(model):
     twin = copy.deepcopy(model)
     hf_rocm.restore(twin)
     assert not traces(twin)
-    follows(twin, 0)
-    follows(model, GROUPS)
+    assert_matches_stock(twin, 0)
+    assert_matches_stock(model, GROUPS)
     hf_rocm.restore(model)
     assert_same_results(model, twin)
 
@@ -227,7 +227,7 @@ def test_on_rocm_a_model_on_the_cpu_runs_the_stock_forward(stock, monkeypatch):
 
 def test_forcing_one_model_keeps_the_others_stock(model, stock):
     assert {bind.mode_of(module) for module in stock.modules()} == {bind.OFF}
-    follows(stock, 0)
+    assert_matches_stock(stock, 0)
 
 
 def test_an_overlay_that_does_not_match_is_reported_and_the_model_runs_stock(stock, monkeypatch):
@@ -278,7 +278,7 @@ def test_tied_quantised_and_absent_weights_are_listed_and_the_rest_is_fused(stoc
     with torch.no_grad():
         first.mlp.up_proj.weight.mul_(2)
     assert second.mlp.up_proj.weight is first.mlp.up_proj.weight
-    follows(stock, 1)
+    assert_matches_stock(stock, 1)
 
 
 def test_a_model_on_meta_is_unchanged():

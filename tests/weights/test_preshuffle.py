@@ -19,11 +19,21 @@ from hf_rocm.weights.fuse import Fused
 from hf_rocm.weights.shuffled_parameter import ShuffledWeight
 from tests.weights import models
 from tests.weights.models import IDS, LAYERS, assert_same_results, logits
-from tests.weights.shuffling import GEMMS, NEWEST, ROWS, account, build, forwards, prepared, serves, traces
+from tests.weights.shuffling import (
+    GEMMS,
+    NEWEST,
+    ROWS,
+    account,
+    assert_shuffled_gemms,
+    build,
+    forwards,
+    prepared,
+    traces,
+)
 
 
-def test_every_gemm_reads_shuffled_weights(either):
-    serves(either, shuffled=GEMMS)
+def test_every_gemm_reads_shuffled_weights(shuffled_model):
+    assert_shuffled_gemms(shuffled_model, shuffled=GEMMS)
 
 
 def test_copies_stay_within_the_budget_and_serve_many_rows_only(machine):
@@ -36,9 +46,9 @@ def test_copies_stay_within_the_budget_and_serve_many_rows_only(machine):
         == sum(p.nbytes for p in model.parameters() if p.ndim == 2) - model.lm_head.weight.nbytes
     )
     assert set(account_of_model["shuffled"].values()) == {"a copy"}
-    serves(model, shuffled=GEMMS)
+    assert_shuffled_gemms(model, shuffled=GEMMS)
     # Unfused layers run in PyTorch, as without copies.
-    serves(model, shuffled=0, plain=2 * LAYERS, ids=IDS[:, :3])
+    assert_shuffled_gemms(model, shuffled=0, plain=2 * LAYERS, ids=IDS[:, :3])
 
 
 def test_shuffling_in_place_needs_no_memory_and_serves_any_number_of_rows(machine):
@@ -50,27 +60,27 @@ def test_shuffling_in_place_needs_no_memory_and_serves_any_number_of_rows(machin
     weights = [module.weight for module in model.modules() if type(module) is nn.Linear]
     assert all(type(weight) is ShuffledWeight and isinstance(weight, nn.Parameter) for weight in weights)
     assert all(weight.original.nbytes == 0 for weight in weights)
-    serves(model, shuffled=GEMMS)
-    serves(model, shuffled=GEMMS, ids=IDS[:1, :1])
+    assert_shuffled_gemms(model, shuffled=GEMMS)
+    assert_shuffled_gemms(model, shuffled=GEMMS, ids=IDS[:1, :1])
     assert model.num_parameters() == sum(p.numel() for p in build().parameters())
     assert all(type(module.weight) is ShuffledWeight for module in model.modules() if type(module) is nn.Linear)
     hf_rocm.restore(model)
     assert {name: (id(p), p.nbytes) for name, p in model.named_parameters()} == before
 
 
-def test_restore_returns_the_stock_model(either):
+def test_restore_returns_the_stock_model(shuffled_model):
     expected = build()
     for _ in range(2):
-        assert hf_rocm.restore(either) is either
+        assert hf_rocm.restore(shuffled_model) is shuffled_model
         # This frees the models of earlier tests, whose copies are also tracked.
         gc.collect()
         shuffled_copy.unwatch()
-        assert not traces(either) and not shuffled_copy._hook.live
-        state = either.state_dict()
+        assert not traces(shuffled_model) and not shuffled_copy._hook.live
+        state = shuffled_model.state_dict()
         assert list(state) == list(expected.state_dict())
         assert all(torch.equal(tensor, state[name]) for name, tensor in expected.state_dict().items())
-        assert all(type(parameter) is nn.Parameter for parameter in either.parameters())
-        assert_same_results(either, expected)
+        assert all(type(parameter) is nn.Parameter for parameter in shuffled_model.parameters())
+        assert_same_results(shuffled_model, expected)
 
 
 def only_fused(model):
@@ -78,39 +88,43 @@ def only_fused(model):
     return all((type(group) is Fused and group.copy is None) or is_idle(group, PENDING) for group in groups)
 
 
-def test_preparing_twice_equals_preparing_once(either):
-    before = copy.deepcopy(account(either))
-    slots = {id(m): m.__dict__.get(SLOT) for m in either.modules()}
-    hf_rocm.prepare(either, force=True, preshuffle="all", budget=1.0)
-    assert account(either) == before
-    assert {id(m): m.__dict__.get(SLOT) for m in either.modules()} == slots
-    serves(either, shuffled=GEMMS)
+def test_preparing_twice_equals_preparing_once(shuffled_model):
+    before = copy.deepcopy(account(shuffled_model))
+    slots = {id(m): m.__dict__.get(SLOT) for m in shuffled_model.modules()}
+    hf_rocm.prepare(shuffled_model, force=True, preshuffle="all", budget=1.0)
+    assert account(shuffled_model) == before
+    assert {id(m): m.__dict__.get(SLOT) for m in shuffled_model.modules()} == slots
+    assert_shuffled_gemms(shuffled_model, shuffled=GEMMS)
 
 
-def test_preparing_again_without_arguments_keeps_the_settings(either):
-    either.load_state_dict(copy.deepcopy(either).state_dict())
-    either.lm_head.weight = nn.Parameter(either.lm_head.weight.data.clone())
-    before = account(either)
-    hf_rocm.prepare(either, force=True)
-    assert account(either) == before
-    serves(either, shuffled=GEMMS)
+def test_preparing_again_without_arguments_keeps_the_settings(shuffled_model):
+    shuffled_model.load_state_dict(copy.deepcopy(shuffled_model).state_dict())
+    shuffled_model.lm_head.weight = nn.Parameter(shuffled_model.lm_head.weight.data.clone())
+    before = account(shuffled_model)
+    hf_rocm.prepare(shuffled_model, force=True)
+    assert account(shuffled_model) == before
+    assert_shuffled_gemms(shuffled_model, shuffled=GEMMS)
 
 
-def test_other_settings_replace_the_earlier_ones(either):
-    hf_rocm.prepare(either, force=True, preshuffle="off")
-    assert not account(either)["shuffled"] and forwards(either) == ["lm_head"] and only_fused(either)
-    serves(either, shuffled=0, plain=2 * LAYERS)
+def test_other_settings_replace_the_earlier_ones(shuffled_model):
+    hf_rocm.prepare(shuffled_model, force=True, preshuffle="off")
+    assert (
+        not account(shuffled_model)["shuffled"]
+        and forwards(shuffled_model) == ["lm_head"]
+        and only_fused(shuffled_model)
+    )
+    assert_shuffled_gemms(shuffled_model, shuffled=0, plain=2 * LAYERS)
 
 
-def test_explain_lists_shuffled_unshuffled_and_stale_weights(either):
-    in_place = account(either)["threshold"] == 0
-    text = hf_rocm.explain(either).details()
+def test_explain_lists_shuffled_unshuffled_and_stale_weights(shuffled_model):
+    in_place = account(shuffled_model)["threshold"] == 0
+    text = hf_rocm.explain(shuffled_model).details()
     assert (f"shuffled in place: {GEMMS}" if in_place else f"shuffled: {GEMMS} as copies") in text
     assert "shuffled_linear (q_proj + k_proj + v_proj, 128 × 64): aiter, gemm_a16w16, shuffled" in text
     assert "shuffled_linear (96 × 64): aiter" in text
-    either.lm_head.weight = nn.Parameter(torch.zeros_like(either.lm_head.weight.data))
-    logits(either)
-    assert "no longer shuffled × 1" in hf_rocm.explain(either).details()
+    shuffled_model.lm_head.weight = nn.Parameter(torch.zeros_like(shuffled_model.lm_head.weight.data))
+    logits(shuffled_model)
+    assert "no longer shuffled × 1" in hf_rocm.explain(shuffled_model).details()
 
 
 def test_the_budget_is_not_exceeded_and_the_omitted_weights_are_listed(machine):
@@ -119,7 +133,7 @@ def test_the_budget_is_not_exceeded_and_the_omitted_weights_are_listed(machine):
     done, left = account(model)["shuffled"], account(model)["skipped"]
     assert 0 < account(model)["bytes"] <= 20_000 and done and left
     assert any("bytes of the budget are left" in reason for reason in left.values())
-    serves(model, shuffled=len(done), plain=sum("+" in label for label in left))
+    assert_shuffled_gemms(model, shuffled=len(done), plain=sum("+" in label for label in left))
 
 
 @pytest.mark.parametrize(

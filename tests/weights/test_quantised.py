@@ -47,7 +47,7 @@ LIBRARIES = [
 ]
 
 
-# The libraries raise warnings.
+# The libraries emit warnings.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("config", "reason"), LIBRARIES)
 def test_layers_of_quantisation_libraries_are_not_fused(checkpoint, config, reason):

@@ -83,8 +83,8 @@ def test_the_rounding_error_is_within_the_bound_of_the_format(kind):
     for path, layer in quantizing.layers(quantized(kind)):
         weight = stock.get_submodule(path).weight
         assert layer.weight.dtype == weight.dtype and (layer.in_features, layer.out_features) == weight.shape[::-1]
-        off = (layer.weight.double() - weight.double()).abs()
-        assert (off <= eight_bit.rounding_error(weight, FORMATS[kind]) * (1 + 1e-6)).all() and off.any()
+        error = (layer.weight.double() - weight.double()).abs()
+        assert (error <= eight_bit.rounding_error(weight, FORMATS[kind]) * (1 + 1e-6)).all() and error.any()
 
 
 def test_the_report_has_builtin_types_and_the_loss(caplog):
@@ -308,7 +308,7 @@ class TestRestoreAndDequantize:
         for path, weight in weights.items():
             layer = model.get_submodule(path)
             assert type(layer) is nn.Linear and torch.equal(layer.weight, weight)
-        models.follows(model, GROUPS)
+        models.assert_matches_stock(model, GROUPS)
         hf_rocm.restore(model)
         assert not traces(model)
 

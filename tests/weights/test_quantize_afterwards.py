@@ -31,18 +31,18 @@ def checked():
 class TestAfterwards:
     """Changes to a quantised model, and its use."""
 
-    def still_one_product(self, model, expected):
+    def assert_same_gemms(self, model, expected):
         actual, shapes, others = logits_and_gemms(model)
         assert torch.equal(actual, expected) and shapes == SHAPES * LAYERS and others == 0
 
     def test_copies_and_pickles_stay_quantised(self):
         model = quantized("fp8")
         expected = logits(model)
-        self.still_one_product(copy.deepcopy(model), expected)
+        self.assert_same_gemms(copy.deepcopy(model), expected)
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
-        self.still_one_product(torch.load(file, weights_only=False), expected)
+        self.assert_same_gemms(torch.load(file, weights_only=False), expected)
         twin = pickle.loads(pickle.dumps(model.model.layers[0].self_attn))
         assert group_of(twin) is not None and group_of(twin) is twin.k_proj.quantized
 
@@ -74,7 +74,7 @@ class TestAfterwards:
         assert names == set(other.state_dict())
         model.load_state_dict(other.state_dict(), assign=kept is None)
         twin = hf_rocm.quantize(hf_rocm.prepare(other, force=True), "int8", force=True)
-        self.still_one_product(model, logits(twin))
+        self.assert_same_gemms(model, logits(twin))
         if kept:
             hf_rocm.restore(model)
             assert torch.equal(
@@ -105,7 +105,7 @@ class TestAfterwards:
             expected = weights[owner] if owner in weights else model.get_parameter(name)
             assert torch.equal(parameter, expected) and parameter.dtype == torch.float32
         # Saving did not change the model.
-        self.still_one_product(model, logits(model))
+        self.assert_same_gemms(model, logits(model))
 
     def test_layers_with_biases_are_quantised(self):
         model = models.build(attention_bias=True)
@@ -132,7 +132,7 @@ class TestAfterwards:
         actual, shapes, _ = logits_and_gemms(model)
         assert torch.equal(actual, expected) and len(seen) == 1 and len(shapes) == len(SHAPES) * LAYERS + 2
         handle.remove()
-        self.still_one_product(model, expected)
+        self.assert_same_gemms(model, expected)
         attention.k_proj = nn.Linear(64, 32, bias=False)
         assert group_of(attention) is None and torch.isfinite(logits(model)).all()
 
@@ -163,4 +163,4 @@ class TestAfterwards:
         model = quantized()
         expected = logits(model)
         hf_rocm.prepare(model, force=True)
-        self.still_one_product(model, expected)
+        self.assert_same_gemms(model, expected)

@@ -73,8 +73,8 @@ def experts_of(model):
 
 def equal_states(model, other):
     """Returns whether two models have equal state dicts."""
-    state, wanted = model.state_dict(), other.state_dict()
-    return state.keys() == wanted.keys() and all(torch.equal(state[key], value) for key, value in wanted.items())
+    state, expected = model.state_dict(), other.state_dict()
+    return state.keys() == expected.keys() and all(torch.equal(state[key], value) for key, value in expected.items())
 
 
 @each_model

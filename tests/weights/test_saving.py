@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 
 import hf_rocm
 from tests.weights import models
-from tests.weights.models import GROUPS, assert_same_results, follows, live
+from tests.weights.models import GROUPS, assert_matches_stock, assert_same_results, live
 
 
 def files(folder: Path) -> dict[str, str]:
@@ -41,13 +41,13 @@ def test_save_pretrained_writes_the_same_files_as_stock(model, stock, tmp_path, 
     assert files(tmp_path / "prepared") == files(tmp_path / "stock")
     assert (len(files(tmp_path / "prepared")) > 2) is (shard is not None)
     # Saving did not change the model.
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
     loaded = LlamaForCausalLM.from_pretrained(tmp_path / "prepared")
     assert live(loaded) == 0
     assert_same_results(loaded, stock)
     # The weights of `loaded` are in a mapped file.
     hf_rocm.prepare(loaded, force=True)
-    follows(loaded, GROUPS)
+    assert_matches_stock(loaded, GROUPS)
     assert files(tmp_path / "prepared") == files(tmp_path / "stock")
 
 
@@ -60,7 +60,7 @@ def test_save_model_of_safetensors_writes_the_same_weights_as_stock(model, stock
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.zero_()
     safetensors.torch.load_model(model, tmp_path / "model.safetensors")
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, stock.model.layers[0].mlp.up_proj.weight)
 
 

@@ -12,12 +12,12 @@ from hf_rocm.layers.weight_group import SLOT, WeightGroup
 from hf_rocm.weights.fuse import Fused, why_not
 from tests.generation.conftest import make
 from tests.weights import models
-from tests.weights.models import GROUPS, follows, live, logits
+from tests.weights.models import GROUPS, assert_matches_stock, live, logits
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 
 
-def two():
+def two_models():
     """Returns two models that share memory, as after `load_state_dict(assign=True)`."""
     one, other = models.build(), models.build()
     other.load_state_dict(one.state_dict(), assign=True)
@@ -31,7 +31,7 @@ def addresses(model):
 @pytest.mark.parametrize("prepared", [0, 1])
 @pytest.mark.parametrize("written", [0, 1])
 def test_a_write_to_one_model_reaches_both(prepared, written):
-    pair = two()
+    pair = two_models()
     hf_rocm.prepare(pair[prepared], force=True)
     assert addresses(pair[0]) == addresses(pair[1]) and live(pair[prepared]) == 0
     before = logits(pair[0])
@@ -45,7 +45,7 @@ def test_a_write_to_one_model_reaches_both(prepared, written):
 
 
 def test_a_training_step_of_one_model_reaches_the_other():
-    prepared, other = two()
+    prepared, other = two_models()
     hf_rocm.prepare(prepared, force=True)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     other(models.IDS, labels=models.IDS).loss.backward()
@@ -54,18 +54,18 @@ def test_a_training_step_of_one_model_reaches_the_other():
 
 
 def test_weights_are_fused_once_the_other_model_is_freed():
-    prepared, other = two()
+    prepared, other = two_models()
     hf_rocm.prepare(prepared, force=True)
     logits(prepared)
     del other
     gc.collect()
-    follows(prepared, GROUPS)
+    assert_matches_stock(prepared, GROUPS)
 
 
 def test_a_fused_model_whose_memory_is_shared_later_stays_fused_and_shares_it():
     prepared, other = models.prepared(), models.build()
     other.load_state_dict(prepared.state_dict(), assign=True)
-    follows(prepared, GROUPS)
+    assert_matches_stock(prepared, GROUPS)
     for change in (
         lambda: prepared.to("cpu"),  # changes nothing
         lambda: hf_rocm.prepare(prepared, force=True),

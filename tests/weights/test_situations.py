@@ -1,6 +1,6 @@
 """Changes to a model after loading take effect in a prepared model as in a stock one.
 
-Most tests state how many of the four groups still run fused. `follows` checks this by the GEMMs that ran.
+Most tests state how many of the four groups still run fused. `assert_matches_stock` checks this by the GEMMs that ran.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ import hf_rocm
 from hf_rocm.weights.fuse import why_not
 from hf_rocm.weights.shuffled_copy import unwatch
 from tests.weights import models
-from tests.weights.models import GROUPS, IDS, blocks, follows, live, logits
+from tests.weights.models import GROUPS, IDS, assert_matches_stock, blocks, live, logits
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("how", ["to", "method"])
-def test_a_conversion_to_another_dtype_keeps_the_groups(model, dtype, how):
-    if how == "to":
+@pytest.mark.parametrize("conversion", ["to", "method"])
+def test_a_conversion_to_another_dtype_keeps_the_groups(model, dtype, conversion):
+    if conversion == "to":
         model.to(dtype)
     else:
         {torch.bfloat16: model.bfloat16, torch.float16: model.half, torch.float64: model.double}[dtype]()
     assert blocks(model) == GROUPS and model.model.layers[0].mlp.up_proj.weight.dtype == dtype
     # In float64, the reference itself has rounding errors.
     if dtype != torch.float64:
-        follows(model, GROUPS)
+        assert_matches_stock(model, GROUPS)
     model.float()
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 def test_a_move_to_the_same_device_keeps_the_groups(model):
     model.to("cpu").train().eval()
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 def _other_weights(model):
@@ -55,17 +55,17 @@ def _other_weights(model):
 def test_load_state_dict_takes_effect(model, assign, groups):
     before = logits(model)
     model.load_state_dict(_other_weights(model), assign=assign)
-    follows(model, groups)
+    assert_matches_stock(model, groups)
     assert not torch.allclose(logits(model), before)
     hf_rocm.prepare(model, force=True)
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 def test_in_place_writes_take_effect_and_keep_the_groups(model):
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 def _data(linear):
@@ -84,15 +84,15 @@ def _accelerate(linear):
 def test_a_replaced_weight_unfuses_its_group(model, replace):
     layer = model.model.layers[0]
     replace(layer.self_attn.k_proj)
-    follows(model, GROUPS - 1)
+    assert_matches_stock(model, GROUPS - 1)
     replace(layer.mlp.gate_proj)
-    follows(model, GROUPS - 2)
+    assert_matches_stock(model, GROUPS - 2)
     assert "replaced" in why_not(layer.mlp, ("gate_proj", "up_proj"))
 
 
 def test_a_replaced_module_unfuses_its_group(model):
     model.model.layers[1].mlp.gate_proj = nn.Linear(64, 80, bias=False)
-    follows(model, GROUPS - 1)
+    assert_matches_stock(model, GROUPS - 1)
 
 
 def test_pruning_layers_in_place_takes_effect(model):
@@ -110,36 +110,36 @@ def test_pruning_layers_in_place_takes_effect(model):
 
 def test_resized_embeddings_keep_the_groups(model):
     model.resize_token_embeddings(104)
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 def test_weights_that_are_tied_later_unfuse_their_group(model):
     first, second = model.model.layers
     first.mlp.up_proj.weight = second.mlp.up_proj.weight
-    follows(model, GROUPS - 1)
+    assert_matches_stock(model, GROUPS - 1)
     with torch.no_grad():
         second.mlp.up_proj.weight.mul_(2)
-    follows(model, GROUPS - 1)
+    assert_matches_stock(model, GROUPS - 1)
     # The first module with the shared parameter moves it out of the second one's block.
     model.double().float()
     assert first.mlp.up_proj.weight is second.mlp.up_proj.weight
-    follows(model, GROUPS - 2)
+    assert_matches_stock(model, GROUPS - 2)
 
 
 def test_a_user_hook_is_called(model):
     seen = []
     handle = model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *call: seen.append(call))
-    follows(model, GROUPS - 1, twin=models.build())
+    assert_matches_stock(model, GROUPS - 1, twin=models.build())
     assert seen
     handle.remove()
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
-def test_copies_have_separate_weights(model, how):
-    if how == "deepcopy":
+@pytest.mark.parametrize("duplicate", ["deepcopy", "pickle", "torch.save"])
+def test_copies_have_separate_weights(model, duplicate):
+    if duplicate == "deepcopy":
         twin = copy.deepcopy(model)
-    elif how == "pickle":
+    elif duplicate == "pickle":
         twin = pickle.loads(pickle.dumps(model))
     else:
         buffer = io.BytesIO()
@@ -152,12 +152,12 @@ def test_copies_have_separate_weights(model, how):
         twin.model.layers[0].mlp.up_proj.weight.mul_(2)
         model.model.layers[1].self_attn.q_proj.weight.mul_(3)
     # An unpickled model is fused at its first call.
-    assert blocks(twin) == (GROUPS if how == "deepcopy" else 0)
-    follows(twin, GROUPS)
-    follows(model, GROUPS)
+    assert blocks(twin) == (GROUPS if duplicate == "deepcopy" else 0)
+    assert_matches_stock(twin, GROUPS)
+    assert_matches_stock(model, GROUPS)
     assert not torch.equal(twin.model.layers[0].mlp.up_proj.weight, model.model.layers[0].mlp.up_proj.weight)
     twin.bfloat16()
-    follows(twin, GROUPS)
+    assert_matches_stock(twin, GROUPS)
 
 
 def test_a_pickle_can_be_loaded_without_hf_rocm(model, tmp_path):
@@ -179,13 +179,13 @@ def test_a_pickle_can_be_loaded_without_hf_rocm(model, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "('fuse.Fused', 'pending', 'gate_proj', 'up_proj')"
-    follows(torch.load(tmp_path / "again.pt", weights_only=False), GROUPS)
+    assert_matches_stock(torch.load(tmp_path / "again.pt", weights_only=False), GROUPS)
 
 
 def test_memory_shared_with_other_processes_stays_shared(model):
     model.share_memory()
     assert all(parameter.is_shared() for parameter in model.parameters())
-    follows(model, 0)
+    assert_matches_stock(model, 0)
     assert all(parameter.is_shared() for parameter in model.parameters())
     assert "shared with other processes" in why_not(model.model.layers[0].mlp, ("gate_proj", "up_proj"))
 
@@ -199,7 +199,7 @@ def test_a_move_to_meta_and_back_fuses_again(model):
     for name, tensor in buffers.items():
         model.get_buffer(name).copy_(tensor)
     model.load_state_dict(state)
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 @pytest.mark.parametrize("fused_optimizer", [False, True])
@@ -216,7 +216,7 @@ def test_two_training_steps_equal_those_of_an_unfused_model(model, fused_optimiz
     for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, other), name
     assert "gradients are enabled" in why_not(model.model.layers[0].mlp, ("gate_proj", "up_proj"))
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 def test_gradients_equal_stock(model, stock):
@@ -257,7 +257,7 @@ def test_lora_can_be_added_merged_unmerged_and_unloaded(model):
         variant.unmerge_adapter()
     equal(0)
     assert adapted.unload() is model
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
     torch.testing.assert_close(logits(model), logits(models.build()))
 
 
@@ -272,7 +272,7 @@ def test_lora_merge_and_unload_equals_stock(model, safe):
     torch.testing.assert_close(logits(merged), logits(expected))
     assert not torch.allclose(logits(merged), logits(models.build()), atol=1e-2)
     hf_rocm.prepare(merged, force=True)
-    follows(merged, GROUPS)
+    assert_matches_stock(merged, GROUPS)
 
 
 @ignores_peft
@@ -311,7 +311,7 @@ def test_a_model_with_a_device_map_of_two_entries_is_still_fused(stock, before):
     assert "forward" in stock.model.layers[0].mlp.gate_proj.__dict__
     if not before:
         hf_rocm.prepare(stock, force=True)
-    follows(stock, GROUPS)
+    assert_matches_stock(stock, GROUPS)
     assert logits(hf_rocm.restore(stock)).shape == (2, 7, 96)
 
 
@@ -369,7 +369,7 @@ def test_an_exported_model_does_not_need_hf_rocm(model):
         assert set(program.state_dict) >= set(dict(wrapped.named_parameters()))
         torch.testing.assert_close(program.module()(IDS, mask), logits(models.build()))
     del program
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 def _hooked(checkpoint, folder):
@@ -386,10 +386,10 @@ def _offloaded(checkpoint, folder):
     return {"device_map": device_map, "offload_folder": folder}, 2
 
 
-@pytest.mark.parametrize("where", [_one_device, _hooked, _offloaded])
-def test_a_model_loaded_with_a_device_map_equals_stock(checkpoint, stock, tmp_path, where):
-    arguments, groups = where(checkpoint, tmp_path / "offloaded")
+@pytest.mark.parametrize("placement", [_one_device, _hooked, _offloaded])
+def test_a_model_loaded_with_a_device_map_equals_stock(checkpoint, stock, tmp_path, placement):
+    arguments, groups = placement(checkpoint, tmp_path / "offloaded")
     loaded = hf_rocm.from_pretrained(checkpoint, force=True, **arguments).eval()
     torch.testing.assert_close(logits(loaded), logits(stock))
     assert live(loaded) == groups
-    follows(loaded, groups, twin=stock)
+    assert_matches_stock(loaded, groups, twin=stock)

@@ -95,10 +95,10 @@ def test_restore_returns_the_original_model(tmp_path, case):
 def test_memory_is_that_of_the_checkpoint(tmp_path, case):
     checkpoints.write(tmp_path, case, hidden_size=1024, intermediate_size=1024)
     model = hf_rocm.from_pretrained(tmp_path, force=True)
-    here = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    loaded = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     file = sum(tensor.nbytes for tensor in load_file(tmp_path / "model.safetensors").values())
-    aside = sum(tensor.nbytes for _, layer in layers(model) for tensor in layer.stored.tensors().values())
-    assert abs(here + aside - file) <= 0.03 * file
+    stored = sum(tensor.nbytes for _, layer in layers(model) for tensor in layer.stored.tensors().values())
+    assert abs(loaded + stored - file) <= 0.03 * file
 
 
 @few_cases

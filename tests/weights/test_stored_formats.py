@@ -39,7 +39,7 @@ def layer_of(case, tensors, n, k, dtype=torch.float32):
     return layer
 
 
-def made(case, n, k, dtype=torch.float32):
+def make_layer(case, n, k, dtype=torch.float32):
     torch.manual_seed(n + k)
     tensors, exact = case.write(torch.randn(n, k) * 0.1)
     return layer_of(case, tensors, n, k, dtype), exact
@@ -60,8 +60,8 @@ def raw_of(layer):
 # N is an odd multiple of 16. With 4 bits, K is one block of runs or several blocks.
 @each_case
 @pytest.mark.parametrize(("n", "k"), [(16, 128), (48, 384), (112, 1152)])
-def test_products_are_as_accurate_as_eager(case, n, k):
-    layer, exact = made(case, n, k)
+def test_gemms_are_as_accurate_as_eager(case, n, k):
+    layer, exact = make_layer(case, n, k)
     expected = raw_of(layer)
     results = {}
     for m in (1, 2, 63, 65):
@@ -86,7 +86,7 @@ def test_products_are_as_accurate_as_eager(case, n, k):
 @each_case
 def test_any_bits_are_restored(case):
     """Tensors with random bits, including values that no library writes: -128, fp8 NaN, negative or infinite scales."""
-    layer, _ = made(case, 64, 256)
+    layer, _ = make_layer(case, 64, 256)
     generator = torch.Generator().manual_seed(0)
     for name, tensor in layer.tensors().items():
         if name not in ("weight_shape", "g_idx", "weight.quant_map") and "quant_state" not in name:
@@ -108,7 +108,7 @@ ROW_SCALES = [case for case in ROW_SCALES if case not in (*checkpoints.BITSANDBY
 @pytest.mark.parametrize("case", ROW_SCALES, ids=str)
 def test_zero_nan_and_extreme_scales_affect_only_their_row(case):
     """A NaN scale affects only the outputs of its row, zero scales result in zeros, and other outputs stay correct."""
-    layer, exact = made(case, 48, 256)
+    layer, exact = make_layer(case, 48, 256)
     scales = next(tensor for name, tensor in layer.tensors().items() if name in ("weight_scale", "scales"))
     rows = scales if scales.shape[0] == 48 else scales.t()
     rows[3], rows[5], rows[7] = 0, torch.nan, torch.finfo(scales.dtype).max / 2**20
@@ -139,12 +139,12 @@ def test_the_format_is_that_of_the_library(case):
     scheme = QuantizationScheme.model_validate(case.config["config_groups"]["group_0"])
     compressor = BaseCompressor.get_value_from_registry(case.config["format"])
     scale = layer_tensors["weight_scale"]
-    given = {"weight": weight, "weight_scale": powers(scale) if scale.dtype == torch.uint8 else scale}
+    inputs = {"weight": weight, "weight_scale": powers(scale) if scale.dtype == torch.uint8 else scale}
     if "weight_zero_point" in layer_tensors:
         group = scheme.weights.group_size or -1
         zero = checkpoints.rounded(weight, group, torch.bfloat16, symmetric=False)[2]
-        given["weight_zero_point"] = torch.from_numpy(zero - 8).to(torch.int8)
-    compressed = compressor.compress(given, scheme)
+        inputs["weight_zero_point"] = torch.from_numpy(zero - 8).to(torch.int8)
+    compressed = compressor.compress(inputs, scheme)
     described = {name: (tensor.dtype, tensor.shape) for name, tensor in compressed.items()}
     assert described == {name: (tensor.dtype, tensor.shape) for name, tensor in layer_tensors.items()}
     # Ties, which `mxfp4_rounding` rounds towards zero, are rare.
@@ -158,7 +158,7 @@ def test_the_format_is_that_of_the_library(case):
 
 def test_zero_nan_and_extreme_scales_affect_only_their_block():
     """Zero, NaN and extreme scales affect only the rows of their block. The last block is smaller."""
-    layer, _ = made(checkpoints.FINEGRAINED[0], 272, 384)
+    layer, _ = make_layer(checkpoints.FINEGRAINED[0], 272, 384)
     scales = layer.tensors()["weight_scale_inv"]
     scales[0], scales[1, 2], scales[2, 0] = 0, torch.nan, 2.0**90
     new, x = encoded(layer), torch.randn(4, 384)
@@ -170,7 +170,7 @@ def test_zero_nan_and_extreme_scales_affect_only_their_block():
 def test_layers_are_joined_at_block_boundaries():
     """Layers are fused only if their rows fill whole blocks. The rows of the fused weight equal those of the layers."""
     case = checkpoints.FINEGRAINED[0]
-    one, other, odd = (made(case, n, 192)[0] for n in (256, 128, 144))
+    one, other, odd = (make_layer(case, n, 192)[0] for n in (256, 128, 144))
     assert one.format.joins(one.tensors(), other.tensors())
     assert not one.format.joins(one.tensors(), odd.tensors()) and not one.format.joins(odd.tensors(), one.tensors())
     weight = one.format.empty(384, 192, [one.tensors(), other.tensors()], None)

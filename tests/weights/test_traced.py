@@ -34,8 +34,8 @@ def calls(counter):
 
 
 def check(run, group):
-    for actual, wanted in zip(run(X), one_by_one(group, X), strict=True):
-        torch.testing.assert_close(actual, wanted)
+    for actual, expected in zip(run(X), one_by_one(group, X), strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("bias", [False, True])

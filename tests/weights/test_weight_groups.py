@@ -26,7 +26,7 @@ from hf_rocm.weights.experts_shuffled import CopiedExperts
 from hf_rocm.weights.fuse import Fused
 from hf_rocm.weights.kinds import kinds
 from hf_rocm.weights.quantize import _quantize
-from hf_rocm.weights.quantize_plan import Group as Together
+from hf_rocm.weights.quantize_plan import Group as PlannedGroup
 from hf_rocm.weights.quantized import Quantized
 from hf_rocm.weights.sharded import Shards
 from hf_rocm.weights.shuffled_copy import ShuffledCopy
@@ -36,7 +36,7 @@ from tests.weights.models import Group
 from tests.weights.test_experts import NAMES, MoE
 
 WIDTH = 64
-NAMED = ("a", "b")
+LAYER_NAMES = ("a", "b")
 X = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16()
 
 
@@ -76,7 +76,7 @@ class Parameters(nn.Module):
 
 
 def _fused_first(kind: type[WeightGroup]) -> Callable[[Any], object]:
-    return lambda module: Fused.form(module, NAMED) or kind.form(module, NAMED)
+    return lambda module: Fused.form(module, LAYER_NAMES) or kind.form(module, LAYER_NAMES)
 
 
 def _stacked(module: Any) -> Tensor | None:
@@ -102,22 +102,23 @@ def _swapped(module: Any) -> None:
     module.a.quantized = copy.deepcopy(module.b.quantized)
 
 
-ALONE: dict[str, Any] = {
+SINGLE_LAYER: dict[str, Any] = {
     "build": linear,
     "one_by_one": lambda module, x: nn.functional.linear(x, module.weight, module.bias),
     "move": lambda module: setattr(module.weight, "data", torch.ones(32, WIDTH).bfloat16()),
     "copies": False,
 }
 EXAMPLES: dict[type[WeightGroup], Example] = {
-    Shards: Example(linears, lambda module: Shards.join(module, NAMED), copies=False),
+    Shards: Example(linears, lambda module: Shards.join(module, LAYER_NAMES), copies=False),
     ShuffledGroup: Example(linears, _fused_first(ShuffledGroup)),
-    ShuffledLinear: Example(form=lambda module: ShuffledLinear.form(module, ()), **ALONE),
+    ShuffledLinear: Example(form=lambda module: ShuffledLinear.form(module, ()), **SINGLE_LAYER),
     ShuffledCopy: Example(
-        form=lambda module: ShuffledCopy.form(module, (), 1), extra=lambda stock: stock.weight.nbytes, **ALONE
+        form=lambda module: ShuffledCopy.form(module, (), 1), extra=lambda stock: stock.weight.nbytes, **SINGLE_LAYER
     ),
     Quantized: Example(
         linears,
-        lambda module: _quantize(Together(module, "", NAMED), EightBitWeight, INT8, True, warns=False) and None,
+        lambda module: _quantize(PlannedGroup(module, "", LAYER_NAMES), EightBitWeight, INT8, True, warns=False)
+        and None,
         move=_swapped,
         nbytes=lambda stock: 48 * WIDTH + 48 * 4 + 48 * 2,
         exact=False,
@@ -151,7 +152,7 @@ def kind(request, machine, monkeypatch):
 
 
 def example_of(kind: type[WeightGroup]) -> Example:
-    return EXAMPLES.get(kind) or Example(linears, lambda module: kind.form(module, NAMED))
+    return EXAMPLES.get(kind) or Example(linears, lambda module: kind.form(module, LAYER_NAMES))
 
 
 def formed(kind: type[WeightGroup]) -> tuple[Example, Any]:
@@ -162,7 +163,7 @@ def formed(kind: type[WeightGroup]) -> tuple[Example, Any]:
     return example, module
 
 
-def follows(example: Example, module: Any, stock: Any) -> None:
+def assert_matches_layers(example: Example, module: Any, stock: Any) -> None:
     """Check that the group's results equal those of its separate layers, which are stock or have 8-bit weights."""
     actual = example.run(module)
     assert actual is not None
@@ -185,7 +186,7 @@ def state_of(module: nn.Module) -> dict[str, Any]:
 
 def test_a_live_group_computes_what_its_layers_compute(kind):
     example, module = formed(kind)
-    follows(example, module, example.build())
+    assert_matches_layers(example, module, example.build())
     if kind not in (Stacked, CopiedExperts):
         parts = project(module, X)
         assert parts is not None and torch.equal(torch.cat(parts, -1), product(module, X))
@@ -236,19 +237,19 @@ def test_the_bytes_reported_are_those_of_the_tensors(kind):
 
 
 @pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
+    "duplicate", [copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))], ids=["copy", "pickle"]
 )
-def test_a_copy_has_a_separate_group_or_none(kind, how):
+def test_a_copy_has_a_separate_group_or_none(kind, duplicate):
     example, module = formed(kind)
-    twin = how(module)
+    twin = duplicate(module)
     if not example.copies:
         assert example.run(twin) is None
         assert torch.equal(example.one_by_one(twin, X), example.one_by_one(example.build(), X))
         return
-    follows(example, twin, example.build())
+    assert_matches_layers(example, twin, example.build())
     for parameter in twin.parameters():
         parameter.zero_()
-    follows(example, module, example.build())
+    assert_matches_layers(example, module, example.build())
 
 
 def test_with_gradients_the_layers_run(kind):

@@ -20,7 +20,7 @@ import hf_rocm
 from hf_rocm.layers import grouped_linear
 from hf_rocm.loading.prepare import REPORT
 from hf_rocm.weights.sharded import Shards
-from tests.weights.models import GROUPS, blocks, follows, live, logits, unfused
+from tests.weights.models import GROUPS, assert_matches_stock, blocks, live, logits, unfused
 from tests.weights.test_parallel import train
 
 
@@ -65,7 +65,7 @@ def data_parallel(checkpoint: str) -> None:
     train(twin, twin)
     for (name, one), other in zip(model.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(one, other, msg=name)
-    follows(model, GROUPS)
+    assert_matches_stock(model, GROUPS)
 
 
 def fully_sharded(checkpoint: str) -> None:

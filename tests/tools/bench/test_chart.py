@@ -65,9 +65,9 @@ def test_no_word_is_cut_off_or_covers_another():
 
 def test_the_picture_is_readable_on_a_phone():
     # A column of 360 pixels.
-    shown = 360 / chart.WIDTH
-    assert min(word.size for word in words_of(chart.draw("x", [segment()]))) * shown >= 8
-    assert chart.LABEL * shown >= 9.5
+    scale = 360 / chart.WIDTH
+    assert min(word.size for word in words_of(chart.draw("x", [segment()]))) * scale >= 8
+    assert chart.LABEL * scale >= 9.5
 
 
 def test_a_panel_names_its_own_unit():

@@ -19,8 +19,8 @@ DECODE = Case("decode", 1, 8, 3)
 
 
 def measurement(model, names, *, rounds=3, progress=lambda text: None):
-    made, _ = variants.sides(model, names, encoder=False)
-    return measure.Measurement(model, made, None, RATES, rounds, progress)
+    sides, _ = variants.sides(model, names, encoder=False)
+    return measure.Measurement(model, sides, None, RATES, rounds, progress)
 
 
 def test_every_round_runs_every_side_in_turn(model, monkeypatch):
@@ -58,18 +58,18 @@ def test_timed_calls_have_no_processor_or_streamer(model, monkeypatch):
     """With a processor or a streamer, tokens would be chosen in a different way than in a user's call."""
     generate, calls = type(model).generate, []
     monkeypatch.setattr(
-        type(model), "generate", lambda self, **given: calls.append(given.keys()) or generate(self, **given)
+        type(model), "generate", lambda self, **arguments: calls.append(arguments.keys()) or generate(self, **arguments)
     )
     whole, first = {"input_ids", "attention_mask", "max_new_tokens", "do_sample"}, {"stopping_criteria"}
     side = measurement(model, ["stock"]).sides[0]
-    taken = generating.generate(side, inputs.tokens(model, 2, 8), DECODE)
-    assert calls == [whole, whole | first] and 0 < taken.later < taken.whole
+    times = generating.generate(side, inputs.tokens(model, 2, 8), DECODE)
+    assert calls == [whole, whole | first] and 0 < times.later < times.whole
 
 
 def test_the_first_token_is_timed_in_a_call_that_ends_after_it(model, monkeypatch):
     lengths, call = [], generating.call
     monkeypatch.setattr(
-        generating, "call", lambda *given, **named: lengths.append(call(*given, **named).shape[1]) or None
+        generating, "call", lambda *arguments, **keywords: lengths.append(call(*arguments, **keywords).shape[1]) or None
     )
     generating.generate(measurement(model, ["stock"]).sides[0], inputs.tokens(model, 2, 8), DECODE)
     assert lengths == [8 + 3, 8 + 1]
@@ -108,27 +108,28 @@ def test_a_failing_side_is_skipped_unless_it_is_hf_rocm(model, monkeypatch):
 
 
 def test_sides_share_weights_and_only_hf_rocms_is_prepared(model):
-    made, missing = variants.sides(model, ["stock", "compile", "liger", "no-graphs", "hf_rocm"], encoder=False)
-    assert list(missing) == ["liger"] and [variant.name for variant in made] == [
+    sides, missing = variants.sides(model, ["stock", "compile", "liger", "no-graphs", "hf_rocm"], encoder=False)
+    assert list(missing) == ["liger"] and [variant.name for variant in sides] == [
         "stock",
         "compile",
         "no-graphs",
         "hf_rocm",
     ]
-    stock, prepared = made[0].model, made[3].model
-    assert prepared is model and made[2].model is model and stock is not model and type(stock) is type(model)
+    stock, prepared = sides[0].model, sides[3].model
+    assert prepared is model and sides[2].model is model and stock is not model and type(stock) is type(model)
     for actual, expected in zip(prepared.parameters(), stock.parameters(), strict=True):
         assert actual.data_ptr() == expected.data_ptr()
     with torch.no_grad(), hf_rocm.ops.recording() as routes:
-        made[0](input_ids=torch.arange(10, 20)[None])
+        sides[0](input_ids=torch.arange(10, 20)[None])
         assert not routes
-        made[3](input_ids=torch.arange(10, 20)[None])
+        sides[3](input_ids=torch.arange(10, 20)[None])
     assert {route.operation for route in routes} >= {"attention", "rms_norm"}
     with pytest.raises(AssertionError, match="before the model is prepared"):
         variants.twin(model)
-    assert made[2].arguments == {"disable_compile": True}
+    assert sides[2].arguments == {"disable_compile": True}
     assert (
-        made[1].arguments["cache_implementation"] == "static" and made[1].arguments["compile_config"].mode == "default"
+        sides[1].arguments["cache_implementation"] == "static"
+        and sides[1].arguments["compile_config"].mode == "default"
     )
 
 
@@ -139,9 +140,9 @@ def test_hf_rocm_is_timed_with_fused_weights(monkeypatch):
 
     def recorded(call, device):
         with hf_rocm.ops.recording() as routes:
-            taken = timed(call, device)
+            seconds = timed(call, device)
         seen.append({route.shapes[1] for route in routes if "linear" in route.operation})
-        return taken
+        return seconds
 
     monkeypatch.setattr(measure, "timed", recorded)
     subject = run.Subject(None, "small", CPU, layers=1)

@@ -48,8 +48,8 @@ def test_every_line_ran_its_own_implementation(monkeypatch):
     lines("rms_norm")
     assert {"F.rms_norm", "formula"} <= set(ran)
     monkeypatch.setitem(operations()["rms_norm"].implementations[-2].__dict__, "call", lambda x, *rest: x * 1.001)
-    spoilt = operations()["rms_norm"].implementations[-2].name
-    (line,) = [entry for entry in lines("rms_norm") if entry.implementation.endswith(spoilt)]
+    faulty = operations()["rms_norm"].implementations[-2].name
+    (line,) = [entry for entry in lines("rms_norm") if entry.implementation.endswith(faulty)]
     assert line.microseconds is None and "its results are wrong" in line.reason
 
 

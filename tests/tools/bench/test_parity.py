@@ -17,8 +17,8 @@ DECODE, PREFILL = Case("decode", 2, 12, 4), Case("prefill", 2, 12)
 
 def run(model, names, case, **changes):
     reference = parity.Reference(model)
-    made, _ = variants.sides(model, names, encoder=False)
-    result = measure.Measurement(model, made, reference, RATES, 2, lambda text: None)
+    sides, _ = variants.sides(model, names, encoder=False)
+    result = measure.Measurement(model, sides, reference, RATES, 2, lambda text: None)
     return measure.measure(result._replace(**changes), case)
 
 
@@ -49,24 +49,24 @@ def test_a_rounding_error_is_not_a_mismatch(model, monkeypatch):
     assert len(run(model, ["hf_rocm"], PREFILL).timings) == 1
 
 
-def spoil(monkeypatch, by):
+def spoil(monkeypatch, error):
     """Scale the results of hf_rocm's norm, which stock does not call."""
     from hf_rocm.ops import pointwise, registry
 
-    right = pointwise.torch_rms_norm
+    correct = pointwise.torch_rms_norm
     operation = registry.operations()["rms_norm"]
     for implementation in operation.implementations:
-        monkeypatch.setitem(implementation.__dict__, "call", lambda *args: right(*args) * (1 + by))
+        monkeypatch.setitem(implementation.__dict__, "call", lambda *args: correct(*args) * (1 + error))
     # Clear the cached choices.
     monkeypatch.setattr(operation, "calls", registry.Table(operation._call))
 
 
 def test_another_side_with_wrong_results_is_skipped(model):
     reference = parity.Reference(model)
-    made, _ = variants.sides(model, ["stock", "hf_rocm"], encoder=False)
-    stock = made[0].model
+    sides, _ = variants.sides(model, ["stock", "hf_rocm"], encoder=False)
+    stock = sides[0].model
     stock.model.norm.weight = torch.nn.Parameter(stock.model.norm.weight * 1.01)
-    result = measure.Measurement(model, made, reference, RATES, 1, lambda text: None)
+    result = measure.Measurement(model, sides, reference, RATES, 1, lambda text: None)
     done = measure.measure(result, PREFILL)
     assert [timing.side for timing in done.timings] == ["hf_rocm"]
     assert "its results are wrong by" in done.left_out["stock"]
@@ -103,10 +103,10 @@ def test_the_reference_has_higher_precision_and_keeps_the_model_unchanged(model)
 def test_the_in_place_reference_equals_that_of_a_copy_and_keeps_the_model_unchanged(model):
     before = {id(config): dict(vars(config)) for config, _ in parity._implementations(model)}
     (side,), _ = variants.sides(model, ["stock"], encoder=False)
-    tried = parity.trial(side, DECODE, most=8)
-    assert tried.arguments["input_ids"].shape == (2, 8 + 4 - 1) and not tried.same
-    assert tried.tokens.shape == (2, 8 + 4)
-    assert parity.ReferenceInPlace(model).judge(tried) == parity.Reference(model).judge(tried)
+    trial = parity.trial(side, DECODE, most=8)
+    assert trial.arguments["input_ids"].shape == (2, 8 + 4 - 1) and not trial.same
+    assert trial.tokens.shape == (2, 8 + 4)
+    assert parity.ReferenceInPlace(model).judge(trial) == parity.Reference(model).judge(trial)
     assert {id(config): dict(vars(config)) for config, _ in parity._implementations(model)} == before
     assert model.config._attn_implementation != "eager"
 

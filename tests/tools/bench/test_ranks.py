@@ -47,7 +47,7 @@ if rank == 0:
 sys.exit(1)
 """
 SILENT = "import sys; print('first'); print('and last'); sys.exit(3 * int(sys.argv[2]))"
-TOGETHER = """
+MISMATCH = """
 import json, sys, time
 from pathlib import Path
 place, rank = Path(sys.argv[1]), int(sys.argv[2])
@@ -57,7 +57,7 @@ if rank == 1:
     sys.exit(1)
 time.sleep(600)
 """
-WELL = """
+SUCCESSFUL = """
 import json, sys
 from pathlib import Path
 place, rank = Path(sys.argv[1]), int(sys.argv[2])
@@ -71,14 +71,14 @@ if rank == 0:
 
 
 @pytest.fixture
-def ranks_are(monkeypatch):
+def run_in_ranks(monkeypatch):
     """Returns a function that makes every rank run a given program. No checkpoint is written."""
 
-    def put(program: str) -> None:
+    def replace(program: str) -> None:
         monkeypatch.setattr(ranks, "_CHILD", program)
-        monkeypatch.setattr(ranks.dummy_checkpoint, "write", lambda *arguments, **named: None)
+        monkeypatch.setattr(ranks.dummy_checkpoint, "write", lambda *arguments, **keywords: None)
 
-    return put
+    return replace
 
 
 @pytest.mark.parametrize(
@@ -87,16 +87,16 @@ def ranks_are(monkeypatch):
         (KILLED, "rank 1 was killed by signal 9 (SIGKILL)", {"last lines": "about to die"}),
         (RAISED, "rank 1 failed: no such file", {"file": "x"}),
         (SILENT, "rank 1 ended with exit code 3", {"last lines": "first / and last"}),
-        (TOGETHER, "wrong everywhere", {"error": "1"}),
+        (MISMATCH, "wrong everywhere", {"error": "1"}),
     ],
-    ids=["killed", "raised", "silent", "together"],
+    ids=["killed", "raised", "silent", "mismatch"],
 )
-def test_a_failed_rank_ends_all_ranks_and_the_cause_is_named(ranks_are, program, message, facts, monkeypatch):
-    ranks_are(program)
+def test_a_failed_rank_ends_all_ranks_and_the_cause_is_named(run_in_ranks, program, message, facts, monkeypatch):
+    run_in_ranks(program)
     started = []
     start = ranks.subprocess.Popen
     monkeypatch.setattr(
-        ranks.subprocess, "Popen", lambda *rest, **named: started.append(start(*rest, **named)) or started[-1]
+        ranks.subprocess, "Popen", lambda *rest, **keywords: started.append(start(*rest, **keywords)) or started[-1]
     )
     began = time.monotonic()
     with pytest.raises(RankError) as error:
@@ -113,8 +113,8 @@ def run():
     )
 
 
-def test_a_failed_rank_ends_the_command_with_its_cause_and_writes_nothing(ranks_are, tmp_path, capsys):
-    ranks_are(KILLED)
+def test_a_failed_rank_ends_the_command_with_its_cause_and_writes_nothing(run_in_ranks, tmp_path, capsys):
+    run_in_ranks(KILLED)
     file = tmp_path / "runs.json"
     assert main(["bench", *TINY, "--tp", "2", "--save", str(file), "--json"]) == 1
     captured = capsys.readouterr()
@@ -124,9 +124,9 @@ def test_a_failed_rank_ends_the_command_with_its_cause_and_writes_nothing(ranks_
     assert not file.exists() and not list(tmp_path.iterdir())
 
 
-def test_the_result_is_that_of_rank_0(ranks_are):
+def test_the_result_is_that_of_rank_0(run_in_ranks):
     expected = segment(parallel={"tp": 2, "world": 2, "backend": "gloo", "wire": 1e9, "exchanges": []})
-    ranks_are(WELL.replace("ANSWER", f"json.loads({json.dumps(expected.to_dict())!r})"))
+    run_in_ranks(SUCCESSFUL.replace("ANSWER", f"json.loads({json.dumps(expected.to_dict())!r})"))
     calls = []
     done = ranks.bench_ranks(
         SMALL, [Case("decode", 1, 8, 4)], ["stock"], ranks=2, rounds=1, segment="x", progress=calls.append
@@ -143,8 +143,10 @@ def test_a_segment_of_several_ranks_is_read_as_written(tmp_path):
 
 @pytest.fixture
 def nothing_starts(monkeypatch):
-    monkeypatch.setattr(ranks.subprocess, "Popen", lambda *rest, **named: pytest.fail("a rank was started"))
-    monkeypatch.setattr(ranks.dummy_checkpoint, "write", lambda *rest, **named: pytest.fail("a checkpoint was written"))
+    monkeypatch.setattr(ranks.subprocess, "Popen", lambda *rest, **keywords: pytest.fail("a rank was started"))
+    monkeypatch.setattr(
+        ranks.dummy_checkpoint, "write", lambda *rest, **keywords: pytest.fail("a checkpoint was written")
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,8 +178,8 @@ def test_fewer_gpus_than_ranks_are_refused(nothing_starts, monkeypatch):
 
 
 def test_ranks_that_choose_different_tokens_are_detected(monkeypatch):
-    def gather(everyone, tokens):
-        for number, entry in enumerate(everyone):
+    def gather(gathered, tokens):
+        for number, entry in enumerate(gathered):
             entry.copy_(tokens + (number == 2))
 
     monkeypatch.setattr(peers.dist, "all_gather", gather)

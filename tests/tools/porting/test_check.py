@@ -27,9 +27,9 @@ def checked(folder, name, text):
 @pytest.mark.parametrize(("rule", "name", "text"), PLANTED)
 def test_a_planted_pattern_is_found_once(tmp_path, rule, name, text):
     report = checked(tmp_path, name, text)
-    only_import = [finding for finding in report.findings if finding.rule != rule]
+    others = [finding for finding in report.findings if finding.rule != rule]
     assert [finding.rule for finding in report.findings if finding.rule == rule] == [rule]
-    assert not only_import
+    assert not others
     finding = report.findings[0]
     assert finding.path == name and 1 <= finding.line <= text.count("\n")
     assert finding.why and finding.instead and finding.what
@@ -48,7 +48,7 @@ def test_every_rule_has_a_finding_and_a_near_miss():
 
 
 # Rules for code that is wrong on every platform, so a platform check around it makes no difference.
-EVERYWHERE = {"expanded-key-value", "unknown-aiter-name", "unknown-aiter-variable", "aiter-positional-arguments"}
+ALL_PLATFORMS = {"expanded-key-value", "unknown-aiter-name", "unknown-aiter-variable", "aiter-positional-arguments"}
 SCRIPTS = (".py", ".sh", ".txt", ".yml", ".yaml", ".cfg", ".cmake")
 
 
@@ -64,18 +64,18 @@ def test_comments_and_strings_are_ignored(tmp_path, rule, name, text):
 
 @pytest.mark.parametrize(("rule", "name", "text"), PLANTED)
 def test_a_branch_for_the_other_platform_is_not_reported(tmp_path, rule, name, text):
-    around = {
+    guards = {
         "a.py": ("import torch\nif torch.version.hip is None:\n", ""),
         "a.sh": ("if ! command -v rocminfo; then\n", "fi\n"),
         "a.cu": ("#if !defined(USE_ROCM)\n", "#endif\n"),
         "CMakeLists.txt": ("if(NOT USE_HIP)\n", "endif()\n"),
         "Makefile": ("ifndef USE_HIP\n", "endif\n"),
     }
-    if name in around and "'''" not in text:
-        before, after = around[name]
+    if name in guards and "'''" not in text:
+        before, after = guards[name]
         inside = textwrap.indent(text, "    ") if name == "a.py" else text
         report = checked(tmp_path, name, before + inside + after)
-        assert {finding.rule for finding in report.findings} == ({rule} & EVERYWHERE)
+        assert {finding.rule for finding in report.findings} == ({rule} & ALL_PLATFORMS)
 
 
 FAR = "int the_sum_of_everything = the_first_of_many_arguments + the_second_of_many_arguments + "
@@ -346,13 +346,13 @@ def test_the_time_is_linear_in_the_size_of_the_file(tmp_path, name):
 
     def seconds(parts):
         file.write_text(HOSTILE[name](parts))
-        took = []
+        times = []
         for _ in range(3):
             began = time.process_time()
             report = check(file)
-            took.append(time.process_time() - began)
+            times.append(time.process_time() - began)
         assert not report.unread
-        return min(took)
+        return min(times)
 
     parts = 20_000 if name in CHEAP else 1_500
     once, four = seconds(parts), seconds(4 * parts)

@@ -16,43 +16,43 @@ from hf_rocm.ops.aiter.tables.machine import Gpu, Release
 
 MI300X = Gpu("gfx942", 304)
 
-# Behaves like aiter's tuners, which read one file and write another. The file `how` selects the outcome.
+# Behaves like aiter's tuners, which read one file and write another. The file `behaviour` selects the outcome.
 TUNER = """
 import csv, os, sys, time
-given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-how = open(os.path.join(os.path.dirname(__file__), "how")).read().split()
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+behaviour = open(os.path.join(os.path.dirname(__file__), "behaviour")).read().split()
 print("tuning", sys.argv[1:], os.environ.get("AITER_CONFIG_GEMM_BF16"), flush=True)
-if "fails" in how:
+if "fails" in behaviour:
     sys.exit("RuntimeError: no GPU")
-if "retries" in how:
+if "retries" in behaviour:
     for attempt in range(600):
         print("!Error when run GemmTuner process exitcode is 1", flush=True)
         time.sleep(0.1)
     open(os.path.join(os.path.dirname(__file__), "gave-up"), "w").close()
-shapes = list(csv.DictReader(open(given["--input_file"])))
+shapes = list(csv.DictReader(open(arguments["--input_file"])))
 columns = COLUMNS
-with open(given["--tuned_file"], "w") as out:
+with open(arguments["--tuned_file"], "w") as out:
     out.write(",".join(columns).replace("tflops,bw", "tflops, bw") + "\\n")
     for number, shape in enumerate(shapes):
-        if "some" in how and number % 2:
+        if "some" in behaviour and number % 2:
             continue
         result = {"gfx": os.environ["GPU_ARCHS"], "cu_num": os.environ["CU_NUM"], "libtype": "hipblaslt",
                   "solidx": number, "splitK": 0, "us": 9.5, "soltimes": 9.5, "kernelName": "", "err_ratio": 0.0,
                   "tflops": 1.0, "bw": 1.0}
         out.write(",".join(str({**shape, **result}[name]) for name in columns) + "\\n")
         out.flush()
-        if "hangs" in how:
+        if "hangs" in behaviour:
             time.sleep(600)
-sys.exit("some" in how)
+sys.exit("some" in behaviour)
 """
 
 
 class FakeAiter(NamedTuple):
-    """A fake package. site: the folder that contains it. how: a file that selects the outcome of the tuner."""
+    """A fake package. site: the folder that contains it. behaviour: a file that selects the outcome of the tuner."""
 
     site: Path
     release: Release
-    how: Path
+    behaviour: Path
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +81,7 @@ def fake_aiter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
             write(site / "aiter/configs/model_configs" / name, text)
         script = site / "aiter_meta" / layout.tuner
         write(script, TUNER.replace("COLUMNS", repr(layout.tuned)))
-        write(script.parent / "how", "")
+        write(script.parent / "behaviour", "")
         write(site / f"amd_aiter-{version}.dist-info/METADATA", f"Name: amd-aiter\nVersion: {version}\n")
         monkeypatch.syspath_prepend(str(site))
         monkeypatch.delitem(sys.modules, "aiter", raising=False)
@@ -89,7 +89,7 @@ def fake_aiter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[...,
         monkeypatch.setenv("CU_NUM", str(MI300X.units))
         release = machine.installed()
         assert release is not None and release.version == version, release
-        return FakeAiter(site, release, script.parent / "how")
+        return FakeAiter(site, release, script.parent / "behaviour")
 
     return install
 

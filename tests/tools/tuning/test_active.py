@@ -24,7 +24,7 @@ def rows_of(path, release="0.1.20"):
     return [(row.key.m, row.values["kernelName"]) for row in loaded.rows]
 
 
-def given():
+def table_path():
     from pathlib import Path
 
     return Path(os.environ[VARIABLE])
@@ -53,13 +53,13 @@ def test_the_users_rows_precede_tuned_rows_and_shipped_rows(fake_aiter, tmp_path
     before = {path: path.read_bytes() for path in (one, two)}
     monkeypatch.setenv(VARIABLE, f"{one}{os.pathsep}{two}")
     active.before_import()
-    assert given().is_relative_to(store.folder(MI300X, fake.release))
-    assert rows_of(given()) == [(8, "one"), (2, "two"), (3, "here"), (4, "model")]
+    assert table_path().is_relative_to(store.folder(MI300X, fake.release))
+    assert rows_of(table_path()) == [(8, "one"), (2, "two"), (3, "here"), (4, "model")]
     assert {path: path.read_bytes() for path in before} == before
     assert options.tuned_files() == [one, two]
-    stamp = given().stat().st_mtime_ns
+    stamp = table_path().stat().st_mtime_ns
     active.before_import()
-    assert given().stat().st_mtime_ns == stamp, "the file was written again"
+    assert table_path().stat().st_mtime_ns == stamp, "the file was written again"
     options.use_tuned_table(None)
     assert os.environ[VARIABLE] == f"{one}{os.pathsep}{two}"
 
@@ -68,7 +68,7 @@ def test_tuned_rows_alone_are_set_as_the_table(fake_aiter):
     fake = fake_aiter("0.1.20")
     write(store.tuned(MI300X, fake.release), table_text(LAYOUT, row(LAYOUT, M=3, kernelName="here")))
     active.before_import()
-    assert rows_of(given()) == [(3, "here")]
+    assert rows_of(table_path()) == [(3, "here")]
     options.use_tuned_table(None)
     assert VARIABLE not in os.environ
 
@@ -77,13 +77,13 @@ def test_a_child_process_uses_its_parents_merged_table(fake_aiter, monkeypatch):
     fake = fake_aiter("0.1.20", row(LAYOUT, M=99))
     write(store.tuned(MI300X, fake.release), table_text(LAYOUT, row(LAYOUT, M=3)))
     active.before_import()
-    inherited = given()
+    inherited = table_path()
     write(store.tuned(MI300X, fake.release), table_text(LAYOUT, row(LAYOUT, M=4)))
     with monkeypatch.context() as child:
         # Simulate a new process that inherits the environment.
         child.setattr(options, "_users_tables", None)
         active.before_import()
-    assert given() == inherited
+    assert table_path() == inherited
 
 
 def test_a_release_with_unknown_columns_is_imported_unchanged(fake_aiter, monkeypatch):
@@ -118,7 +118,7 @@ def test_a_damaged_file_of_hf_rocm_or_aiter_is_a_warning(fake_aiter, tmp_path, m
         active.before_import()
     assert len(warned) == 2 and "a table of tuned GEMMs is ignored" in str(warned[0].message)
     assert "line 3: M is 'x'" in str(warned[1].message)
-    assert rows_of(given()) == [(8, "mine"), (7, "good")]
+    assert rows_of(table_path()) == [(8, "mine"), (7, "good")]
 
 
 def test_a_missing_gfx_column_in_the_users_table_is_filled_in(fake_aiter, tmp_path, monkeypatch):
@@ -126,7 +126,7 @@ def test_a_missing_gfx_column_in_the_users_table_is_filled_in(fake_aiter, tmp_pa
     old = layout_of("0.1.12")
     monkeypatch.setenv(VARIABLE, str(write(tmp_path / "mine.csv", table_text(old, row(old, kernelName="mine")))))
     active.before_import()
-    assert rows_of(given()) == [(8, "mine")]
+    assert rows_of(table_path()) == [(8, "mine")]
 
 
 def test_a_cache_that_cannot_be_written_is_a_warning(fake_aiter, tmp_path, monkeypatch):
@@ -147,7 +147,7 @@ def test_nothing_is_done_if_aiter_is_imported_or_ignores_the_variable(release, f
     if release == "0.1.20":
         monkeypatch.setitem(sys.modules, "aiter", ModuleType("aiter"))
     active.before_import()
-    assert given() == tmp_path / "mine.csv"
+    assert table_path() == tmp_path / "mine.csv"
 
 
 @pytest.mark.parametrize("release", ["0.1.6.post1", "0.1.7.post2", "0.1.10", "0.1.13", "0.1.16"])
@@ -157,7 +157,7 @@ def test_every_generation_gets_its_own_columns(release, fake_aiter, tmp_path, mo
     actual = write(tmp_path / "mine.csv", table_text(layout, row(layout, kernelName="mine")))
     monkeypatch.setenv(VARIABLE, str(actual))
     active.before_import()
-    assert rows_of(given(), release) == [(8, "mine"), (1, "shipped")]
+    assert rows_of(table_path(), release) == [(8, "mine"), (1, "shipped")]
 
 
 def test_a_failed_import_of_aiter_restores_the_variable(fake_aiter, tmp_path, monkeypatch):
@@ -166,7 +166,7 @@ def test_a_failed_import_of_aiter_restores_the_variable(fake_aiter, tmp_path, mo
     fake_aiter("0.1.20")
     monkeypatch.setenv(VARIABLE, str(write(tmp_path / "mine.csv", table_text(LAYOUT, row(LAYOUT)))))
     seen = []
-    monkeypatch.setattr(detect.importlib, "import_module", lambda name: seen.append(given()) or 1 / 0)
+    monkeypatch.setattr(detect.importlib, "import_module", lambda name: seen.append(table_path()) or 1 / 0)
     assert "can't be imported here: ZeroDivisionError" in detect.load.__wrapped__()
     assert seen[0].name.startswith("merged-"), "aiter was imported without the merged table"
-    assert given() == tmp_path / "mine.csv"
+    assert table_path() == tmp_path / "mine.csv"

@@ -67,8 +67,8 @@ def test_the_libraries_depend_on_the_release():
 
 
 def test_the_releases_with_given_columns_are_named():
-    named = {columns.releases_of(columns.layouts_with(layout.tuned)) for layout in columns.LAYOUTS}
-    assert named == {
+    releases = {columns.releases_of(columns.layouts_with(layout.tuned)) for layout in columns.LAYOUTS}
+    assert releases == {
         ">=0.1.5.post2,<0.1.6.post1",
         ">=0.1.6.post1,<0.1.6.post2",
         ">=0.1.6.post2,<0.1.7.post3",

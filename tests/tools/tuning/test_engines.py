@@ -46,8 +46,15 @@ def test_the_command_depends_on_whether_the_release_is_installed(fake_aiter):
     line = engines.command(fake.release, "in.csv", "out.csv")
     script = fake.site / "aiter_meta/csrc/gemm_a16w16/gemm_a16w16_tune.py"
     assert line[1:] == [str(script), "--input_file", "in.csv", "--tuned_file", "out.csv", "--batch", "8"]
-    named = engines.command(Release("0.1.10", layout_of("0.1.10")), "in.csv", "out.csv")
-    assert named == ["python3", "gradlib/gradlib/gemm_tuner.py", "--input_file", "in.csv", "--tuned_file", "out.csv"]
+    uninstalled = engines.command(Release("0.1.10", layout_of("0.1.10")), "in.csv", "out.csv")
+    assert uninstalled == [
+        "python3",
+        "gradlib/gradlib/gemm_tuner.py",
+        "--input_file",
+        "in.csv",
+        "--tuned_file",
+        "out.csv",
+    ]
 
 
 def test_later_results_replace_earlier_ones_and_the_rest_is_kept(fake_aiter):
@@ -61,7 +68,7 @@ def test_later_results_replace_earlier_ones_and_the_rest_is_kept(fake_aiter):
 
 def test_shapes_without_a_result_are_reported(fake_aiter):
     fake = fake_aiter("0.1.20")
-    fake.how.write_text("some")
+    fake.behaviour.write_text("some")
     outcome = engines.tune(SHAPES, MI300X, fake.release)
     assert (outcome.tuned, outcome.missing, outcome.code) == (2, [SHAPES[1], SHAPES[3]], 1)
     assert len(kept(fake.release).rows) == 2
@@ -69,7 +76,7 @@ def test_shapes_without_a_result_are_reported(fake_aiter):
 
 def test_a_failed_tuner_is_an_error_with_its_last_line(fake_aiter):
     fake = fake_aiter("0.1.20")
-    fake.how.write_text("fails")
+    fake.behaviour.write_text("fails")
     with pytest.raises(TuningError, match="returned no kernel") as refused:
         engines.tune(SHAPES, MI300X, fake.release)
     assert refused.value.facts["last line"] == "RuntimeError: no GPU"
@@ -79,15 +86,15 @@ def test_a_failed_tuner_is_an_error_with_its_last_line(fake_aiter):
 
 def test_a_tuner_that_retries_forever_is_stopped(fake_aiter):
     fake = fake_aiter("0.1.10")
-    fake.how.write_text("retries")
+    fake.behaviour.write_text("retries")
     with pytest.raises(TuningError, match="returned no kernel"):
         engines.tune(SHAPES, MI300X, fake.release)
-    assert not (fake.how.parent / "gave-up").exists(), "it retried for a minute and exited by itself"
+    assert not (fake.behaviour.parent / "gave-up").exists(), "it retried for a minute and exited by itself"
 
 
 def test_an_interrupt_keeps_the_results_and_leaves_no_process(fake_aiter):
     fake = fake_aiter("0.1.20")
-    fake.how.write_text("hangs")
+    fake.behaviour.write_text("hangs")
     seen = []
 
     def stop(done, total):
@@ -100,7 +107,7 @@ def test_an_interrupt_keeps_the_results_and_leaves_no_process(fake_aiter):
     assert seen[-1] == (1, 4)
     assert [row.key.m for row in kept(fake.release).rows] == [1]
     commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
-    assert not any(str(fake.how.parent).encode() in command for command in commands)
+    assert not any(str(fake.behaviour.parent).encode() in command for command in commands)
 
 
 def test_a_release_without_its_tuner_is_refused(fake_aiter):

@@ -16,11 +16,11 @@ LAYOUT = layout_of("0.1.20")
 
 @pytest.fixture
 def read(tmp_path):
-    def one(*rows, layout=LAYOUT, to=LAYOUT, release="0.1.20"):
+    def read_rows(*rows, layout=LAYOUT, to=LAYOUT, release="0.1.20"):
         path = write(tmp_path / f"{len(list(tmp_path.iterdir()))}.csv", table_text(layout, *rows))
         return table.read(path, to, release)
 
-    return one
+    return read_rows
 
 
 def kernels(merged):
@@ -29,10 +29,10 @@ def kernels(merged):
 
 def test_the_users_rows_have_precedence_then_the_fastest_shipped_row(read):
     actual = read(row(LAYOUT, kernelName="mine", us=99))
-    here = read(row(LAYOUT, kernelName="here", us=50), row(LAYOUT, M=16, kernelName="here16"))
+    tuned = read(row(LAYOUT, kernelName="here", us=50), row(LAYOUT, M=16, kernelName="here16"))
     general = read(row(LAYOUT, us=1), row(LAYOUT, M=32, us=9, kernelName="slow"), row(LAYOUT, M=16))
     model = read(row(LAYOUT, M=32, us=3, kernelName="fast"))
-    merged = merge([(YOURS, actual), (TUNED, here), (SHIPPED, general), (SHIPPED, model)], LAYOUT, MI300X)
+    merged = merge([(YOURS, actual), (TUNED, tuned), (SHIPPED, general), (SHIPPED, model)], LAYOUT, MI300X)
     assert kernels(merged) == ["mine", "here16", "fast"]
     assert [(share.role, share.taken, share.repeated) for share in merged.shares] == [
         (YOURS, 1, 0),

@@ -79,20 +79,20 @@ def test_a_list_of_shapes_is_read_as_written(layout, tmp_path):
 
 
 HEADER = "M,N,K,bias,dtype,outdtype,scaleAB,bpreshuffle\n"
-RIGHT = "1,64,32,False,torch.bfloat16,torch.bfloat16,False,False\n"
+VALID = "1,64,32,False,torch.bfloat16,torch.bfloat16,False,False\n"
 
 
 @pytest.mark.parametrize(
     ("text", "line", "words"),
     [
         ("M,N\n1,2\n", 1, "there is no column K, bias"),
-        (HEADER + RIGHT + "1,64\n", 3, "2 fields, but the header has 8"),
-        (HEADER + RIGHT.replace("64", "-64"), 2, "at most 10 digits, got '1', '-64', '32'"),
-        (HEADER + RIGHT.replace("64", "9" * 12), 2, "at most 10 digits, got"),
-        (HEADER + RIGHT.replace("bfloat16", "bf16"), 2, "dtype must be a name such as torch.bfloat16"),
-        (HEADER + RIGHT.replace("False", "no", 1), 2, "bias and bpreshuffle True or False"),
-        (HEADER + RIGHT + '"', 3, "not CSV"),
-        (HEADER + RIGHT + "\0", 3, "a NUL byte"),
+        (HEADER + VALID + "1,64\n", 3, "2 fields, but the header has 8"),
+        (HEADER + VALID.replace("64", "-64"), 2, "at most 10 digits, got '1', '-64', '32'"),
+        (HEADER + VALID.replace("64", "9" * 12), 2, "at most 10 digits, got"),
+        (HEADER + VALID.replace("bfloat16", "bf16"), 2, "dtype must be a name such as torch.bfloat16"),
+        (HEADER + VALID.replace("False", "no", 1), 2, "bias and bpreshuffle True or False"),
+        (HEADER + VALID + '"', 3, "not CSV"),
+        (HEADER + VALID + "\0", 3, "a NUL byte"),
     ],
 )
 def test_a_damaged_list_is_refused_with_the_line(text, line, words, tmp_path):
@@ -108,10 +108,10 @@ def test_an_empty_list_is_refused(tmp_path):
 
 
 @given(st.binary(max_size=200), st.integers(0, 120), st.integers(0, 40))
-def test_random_bytes_result_in_shapes_or_an_error(tmp_path_factory, noise, where, cut):
-    whole = (HEADER + RIGHT).encode()
+def test_random_bytes_result_in_shapes_or_an_error(tmp_path_factory, noise, position, cut):
+    whole = (HEADER + VALID).encode()
     path = tmp_path_factory.getbasetemp() / "noise.csv"
-    path.write_bytes(whole[:where] + noise + whole[where + cut :])
+    path.write_bytes(whole[:position] + noise + whole[position + cut :])
     try:
         gemms = shapes.read(path)
     except HfRocmError:

@@ -119,7 +119,7 @@ def test_without_a_gfx_column_the_compute_units_determine_the_gpu(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("of", "on", "line"),
+    ("written_by", "read_by", "line"),
     [
         ("0.1.6.post2", "0.1.12", "there is no column bpreshuffle"),
         ("0.1.7.post3", "0.1.7", "bpreshuffle is a column of later releases"),
@@ -127,11 +127,11 @@ def test_without_a_gfx_column_the_compute_units_determine_the_gpu(tmp_path):
         ("0.1.6", "0.1.20", "there is no column bpreshuffle, splitK, us, err_ratio"),
     ],
 )
-def test_a_table_of_another_generation_is_refused_and_named(of, on, line, tmp_path):
-    layout = layout_of(of)
+def test_a_table_of_another_generation_is_refused_and_named(written_by, read_by, line, tmp_path):
+    layout = layout_of(written_by)
     path = write(tmp_path / "t.csv", table_text(layout, row(layout)))
     with pytest.raises(TableError) as refused:
-        read(path, on)
+        read(path, read_by)
     assert refused.value.facts["line 1"] == line
     assert f"the columns of amd-aiter >={layout.since}" in refused.value.facts["found"]
 
@@ -232,11 +232,11 @@ def test_a_file_with_many_errors_is_summarised(tmp_path):
 
 
 @given(st.binary(max_size=300), st.integers(0, 400), st.integers(0, 40))
-def test_random_bytes_result_in_a_table_or_an_error(tmp_path_factory, noise, where, cut):
+def test_random_bytes_result_in_a_table_or_an_error(tmp_path_factory, noise, position, cut):
     """Random bytes at any position of a valid table never crash the reader."""
     whole = table_text(LAYOUT, row(LAYOUT), row(LAYOUT, M=9)).encode()
     path = tmp_path_factory.getbasetemp() / "noise.csv"
-    path.write_bytes(whole[:where] + noise + whole[where + cut :])
+    path.write_bytes(whole[:position] + noise + whole[position + cut :])
     try:
         table = read(path)
     except HfRocmError:

@@ -57,15 +57,15 @@ def test_every_gemm_is_run_and_the_results_are_saved(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     ran = []
 
-    def product(shape):
+    def run(shape):
         ran.append(shape)
         if shape.m == 2:
             raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(tunable, "_gemm", product)
-    wanted = [Gemm(m, 64, 64, "torch.bfloat16", False) for m in (1, 2, 3)]
+    monkeypatch.setattr(tunable, "_gemm", run)
+    gemms = [Gemm(m, 64, 64, "torch.bfloat16", False) for m in (1, 2, 3)]
     file = tunable.file_for("gfx1100")
-    assert tunable.tune(wanted, file) == [wanted[1]] and ran == wanted
+    assert tunable.tune(gemms, file) == [gemms[1]] and ran == gemms
     assert file.read_text().splitlines() == [
         "Validator,PT_VERSION,2.13.0",
         "GemmTunableOp_BFloat16_TN,tn_1_2_3,Gemm_Rocblas_7,0.5",
@@ -84,7 +84,7 @@ def test_tuning_without_rocm_is_an_error(tmp_path):
 def test_on_the_gpu_every_gemm_has_a_result(tmp_path):
     """The real TunableOp finds a kernel for three GEMMs and is disabled afterwards."""
     file = tmp_path / "tunableop.csv"
-    wanted = [Gemm(m, 256, 128, "torch.bfloat16", False) for m in (1, 8, 64)]
-    assert tunable.tune(wanted, file) == []
+    gemms = [Gemm(m, 256, 128, "torch.bfloat16", False) for m in (1, 8, 64)]
+    assert tunable.tune(gemms, file) == []
     assert sum(line.startswith("GemmTunableOp") for line in file.read_text().splitlines()) >= 3
     assert not torch.cuda.tunable.is_enabled()

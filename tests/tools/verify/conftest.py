@@ -9,12 +9,12 @@ import torch
 
 from tests.coverage.cases import CASES
 
-HERE = {case.id for case in CASES if case.applies}
+AVAILABLE = {case.id for case in CASES if case.applies}
 
 
-def those_here(*rows: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+def available(*rows: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     """Returns the rows of a table whose model, the first entry, exists in this release of transformers."""
-    return [row for row in rows if row[0] in HERE]
+    return [row for row in rows if row[0] in AVAILABLE]
 
 
 @pytest.fixture

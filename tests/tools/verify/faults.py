@@ -14,11 +14,9 @@ from hf_rocm.layers import grouped_linear
 from hf_rocm.ops.attention_eager import attention as softmax
 from hf_rocm.ops.pointwise import eager_rope
 
-Planted = Callable[[Any], Any]
-
 
 @contextmanager
-def instead(operation: str, call: Callable[..., Any]) -> Iterator[None]:
+def replaced(operation: str, call: Callable[..., Any]) -> Iterator[None]:
     """Replace an operation with `call`, only in hf_rocm's path."""
     remove = ops.register(operation, name="planted", call=call, refuses=lambda spec, device: None, check=False)
     try:
@@ -35,15 +33,15 @@ def top_left(query, key, value, *, mask, **terms):
     return softmax(query, key, value, mask=mask, **{**terms, "causal": s_q == s_k})
 
 
-def one_key_less(query, key, value, *, mask, **terms):
+def one_key_fewer(query, key, value, *, mask, **terms):
     """Hide the oldest visible key unless it is the first key, as if the window were one key too small."""
     s_k = key.shape[2]
-    places = torch.arange(s_k, device=query.device)
+    positions = torch.arange(s_k, device=query.device)
     if mask is None:
         return softmax(query, key, value, mask=None, **terms)
     seen = mask[..., :s_k] if mask.dtype == torch.bool else mask[..., :s_k] == 0
-    oldest = torch.where(seen, places, s_k).amin(-1, keepdim=True)
-    return softmax(query, key, value, mask=seen & ~((places == oldest) & (oldest > 0)), **terms)
+    oldest = torch.where(seen, positions, s_k).amin(-1, keepdim=True)
+    return softmax(query, key, value, mask=seen & ~((positions == oldest) & (oldest > 0)), **terms)
 
 
 def without(term: str) -> Callable[..., Any]:
@@ -73,28 +71,28 @@ def stale_block(model: Any, path: str, monkeypatch: Any) -> None:
         block = grouped_linear.live(module)
         first = module._modules[block.names[0]]
         first.weight = torch.nn.Parameter(first.weight + 0.25 * torch.randn_like(first.weight))
-    honest = grouped_linear.live
-    monkeypatch.setattr(grouped_linear, "live", lambda value: block if value is module else honest(value))
+    original = grouped_linear.live
+    monkeypatch.setattr(grouped_linear, "live", lambda value: block if value is module else original(value))
 
 
 def prepared(model: Any) -> Any:
     return hf_rocm.prepare(model, force=True)
 
 
-def rotates_by_the_first_row(honest: Callable[..., Any]) -> Callable[..., Any]:
+def rotary_of_the_first_row(original: Callable[..., Any]) -> Callable[..., Any]:
     """A rotary function that uses the first row's positions for every row, as a Hub kernel does."""
 
     def apply_rotary_pos_emb(q, k, cos, sin, *args, **kwargs):
-        return honest(q, k, cos[:1], sin[:1], *args, **kwargs)
+        return original(q, k, cos[:1], sin[:1], *args, **kwargs)
 
     return apply_rotary_pos_emb
 
 
-def nan_where_no_key_is_seen(honest: Callable[..., Any]) -> Callable[..., Any]:
+def nan_without_visible_keys(original: Callable[..., Any]) -> Callable[..., Any]:
     """An SDPA backend that divides by an empty sum."""
 
     def scaled_dot_product_attention(query, key, value, attn_mask=None, **kwargs):
-        output = honest(query, key, value, attn_mask=attn_mask, **kwargs)
+        output = original(query, key, value, attn_mask=attn_mask, **kwargs)
         if attn_mask is None:
             return output
         seen = attn_mask if attn_mask.dtype == torch.bool else attn_mask > torch.finfo(attn_mask.dtype).min

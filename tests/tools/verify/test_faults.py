@@ -11,7 +11,7 @@ from hf_rocm.tools.verify import saving
 from tests.generation.conftest import recorded_on_cpu
 from tests.generation.emulator import Operators
 from tests.tools.verify import faults
-from tests.tools.verify.conftest import those_here
+from tests.tools.verify.conftest import available
 
 __all__ = ["recorded_on_cpu"]
 
@@ -48,9 +48,9 @@ def test_a_stale_fused_weight_is_located(build, monkeypatch):
 
 @pytest.mark.parametrize(
     ("model", "operation", "call", "checks", "point"),
-    those_here(
+    available(
         ("llama", "attention", faults.top_left, {"filled cache", "static cache"}, ATTENTION),
-        ("mistral", "attention", faults.one_key_less, {"sliding window"}, ATTENTION),
+        ("mistral", "attention", faults.one_key_fewer, {"sliding window"}, ATTENTION),
         ("gpt_oss", "attention", faults.without("sinks"), {"prompt", "sliding window"}, ATTENTION),
         ("gemma2", "attention", faults.without("softcap"), {"prompt", "sliding window"}, ATTENTION),
         ("qwen3", "rope", faults.first_rows_positions, {"padded batch"}, "self_attn.rotated query"),
@@ -59,7 +59,7 @@ def test_a_stale_fused_weight_is_located(build, monkeypatch):
 def test_a_kernel_fault_is_located(model, operation, call, checks, point, build):
     """The fault is reported in the first layer, and separately in every other layer that has it."""
     built = build(model)
-    with faults.instead(operation, call):
+    with faults.replaced(operation, call):
         report = faults_of(built)
     for check in checks:
         fault = report[check]
@@ -76,10 +76,10 @@ def test_a_kernel_fault_is_located(model, operation, call, checks, point, build)
 def test_weights_damaged_by_prepare_are_located(build, monkeypatch):
     from hf_rocm.weights import fuse
 
-    honest = fuse._join
+    original = fuse._join
 
     def damaging(*args):
-        kept = honest(*args)
+        kept = original(*args)
         with torch.no_grad():
             kept.weight[0, 0] += 1e-3
         return kept
@@ -100,7 +100,7 @@ def test_a_fault_in_gradients_only_is_located(build):
         return output, weights
 
     model = build("llama")
-    with faults.instead("attention", call):
+    with faults.replaced("attention", call):
         report = faults_of(model, train=True)
     assert list(report) == ["training"]
     fault = report["training"]
@@ -115,11 +115,11 @@ def test_a_recording_that_becomes_stale_is_detected(build, recorded_on_cpu, monk
     assert clean.passed, str(clean)
     check = clean.check("graph replay")
     assert check.status == "passed" and check.numbers["replayed"] > 20 and "steps replayed" in check.note
-    honest = Operators.replay
+    original = Operators.replay
 
     def stale(self):
         if self.replays < 3:
-            honest(self)
+            original(self)
 
     monkeypatch.setattr(Operators, "replay", stale)
     report = hf_rocm.verify(build("llama"), force=True, quick=True)

@@ -41,5 +41,5 @@ def test_the_reference_is_as_accurate_as_a_float64_model(build):
         # The norms of this model still compute in fp32.
         narrow = model.double()(input_ids=tokens(1, 5)).logits
     step = torch.finfo(torch.float32).eps
-    off = ((actual - narrow).norm() / narrow.norm()).item()
-    assert 0 < off < 16 * step
+    error = ((actual - narrow).norm() / narrow.norm()).item()
+    assert 0 < error < 16 * step

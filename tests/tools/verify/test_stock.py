@@ -11,7 +11,7 @@ from transformers.models.llama import modeling_llama
 import hf_rocm
 from hf_rocm.tools.verify.check import FAILED, PASSED, Check
 from tests.tools.verify import faults
-from tests.tools.verify.conftest import those_here
+from tests.tools.verify.conftest import available
 
 
 def check_of(model, **arguments) -> Check:
@@ -20,7 +20,7 @@ def check_of(model, **arguments) -> Check:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    those_here(
+    available(
         ("llama", torch.float32), ("qwen3", torch.bfloat16), ("gemma2", torch.bfloat16), ("gpt_oss", torch.float32)
     ),
 )
@@ -34,16 +34,16 @@ def test_the_check_of_stock_does_not_apply_to_encoders(build):
 
 
 def test_a_rotary_kernel_that_uses_the_first_rows_positions_is_detected(build, monkeypatch):
-    honest = modeling_llama.apply_rotary_pos_emb
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", faults.rotates_by_the_first_row(honest))
+    original = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", faults.rotary_of_the_first_row(original))
     check = check_of(build("llama"))
     assert check.status == FAILED and check.error > 10 * check.allowed
     assert "only with padding: rows use the positions of other rows" in check.note
 
 
 def test_padded_rows_that_become_nan_are_detected(build, monkeypatch):
-    honest = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", faults.nan_where_no_key_is_seen(honest))
+    original = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", faults.nan_without_visible_keys(original))
     model = build("llama")
     model.config._attn_implementation = "sdpa"
     check = check_of(model)
@@ -51,7 +51,7 @@ def test_padded_rows_that_become_nan_are_detected(build, monkeypatch):
     assert "stock is not finite with padding" in check.note and "'sdpa'" in check.note
 
 
-@pytest.mark.skipif(not those_here(("gpt_oss",)), reason="this release has no model with sinks")
+@pytest.mark.skipif(not available(("gpt_oss",)), reason="this release has no model with sinks")
 def test_a_flash_interface_that_drops_sinks_is_detected(build):
     # In 5.0, the config of gpt_oss refuses names that contain "flash".
     name = "attention_without_sinks"

@@ -16,7 +16,7 @@ from hf_rocm.loading.prepare import report_of
 from hf_rocm.tools.verify.check import NOT_RUN, PASSED
 from hf_rocm.tools.verify.report import VERSION
 from tests.tools.verify import faults
-from tests.tools.verify.conftest import those_here
+from tests.tools.verify.conftest import available
 
 ALL = ("prompt", "padded batch", "padding", "restore", "weights", "torch tier", "eager tier")
 DECODER = (*ALL, "filled cache", "static cache", "greedy tokens")
@@ -25,7 +25,7 @@ SLIDING = (*DECODER, "sliding window")
 
 @pytest.mark.parametrize(
     ("name", "dtype", "passed"),
-    those_here(
+    available(
         ("llama", torch.float32, DECODER),
         ("qwen3", torch.bfloat16, DECODER),
         ("gemma2", torch.bfloat16, SLIDING),

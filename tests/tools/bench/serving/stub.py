@@ -49,7 +49,7 @@ class Handler(BaseHTTPRequestHandler):
     # Number of answers before the fault.
     after = 0
     # Appended to every answer.
-    other = ""
+    suffix = ""
     # Number of requests in progress.
     busy = 0
     most = 0
@@ -88,7 +88,7 @@ class Handler(BaseHTTPRequestHandler):
         self.chat = self.path == "/v1/chat/completions"
         prompt = body["messages"][0]["content"] if self.chat else body["prompt"]
         texts = [word(prompt, index) for index in range(new)]
-        texts[-1] += self.other
+        texts[-1] += self.suffix
         usage = {**USAGE, "completion_tokens": new}
         if not body["stream"]:
             event = self.event("".join(texts), "length", usage if fault != "no-usage" else None)
@@ -156,16 +156,16 @@ def answering(fault: str | None = None, after: int = 0) -> Iterator[type[Handler
         server.server_close()
 
 
-def main(fault: str = "", after: str = "0", other: str = "", child: str = "") -> None:
+def main(fault: str = "", after: str = "0", suffix: str = "", child: str = "") -> None:
     """Run a server in this process, and print uvicorn's message.
 
-    fault, after, other: as in `Handler`. child: start a child process, and write its id to this file.
+    fault, after, suffix: as in `Handler`. child: start a child process, and write its id to this file.
     """
     if child:
         sleeper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         with open(child, "w") as file:  # noqa: PTH123
             file.write(str(sleeper.pid))
-    Handler.fault, Handler.after, Handler.other = fault or None, int(after), other
+    Handler.fault, Handler.after, Handler.suffix = fault or None, int(after), suffix
     server = Quiet(("127.0.0.1", 0), Handler)
     print(
         f"INFO:     Uvicorn running on http://127.0.0.1:{server.server_address[1]} (Press CTRL+C to quit)", flush=True

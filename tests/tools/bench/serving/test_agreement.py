@@ -14,7 +14,7 @@ from hf_rocm.tools.bench.serving.agreement import Agreement, agreement, differen
 STOCK = ["abcd", "efgh"]
 
 
-def of(answers, batched=STOCK, dtype="bfloat16", stock=STOCK):
+def compared(answers, batched=STOCK, dtype="bfloat16", stock=STOCK):
     return agreement(stock, answers, batched=batched, tokens=4, dtype=dtype)
 
 
@@ -35,14 +35,14 @@ def test_wrong_results_are_detected_in_answers_of_any_length_and_rounding_is_not
     wrong = ["aXXXXXXXXXXXXXXX"] * 10
     for length in (4, 8, 16):
         texts = [[text[:length] for text in one] for one in (stock, rounded, wrong)]
-        made = [agreement(texts[0], one, batched=texts[0], tokens=length, dtype="bfloat16") for one in texts]
-        assert [one.wrong for one in made] == [False, False, True]
+        results = [agreement(texts[0], one, batched=texts[0], tokens=length, dtype="bfloat16") for one in texts]
+        assert [one.wrong for one in results] == [False, False, True]
 
 
 def test_in_fp32_every_answer_must_be_equal():
-    assert not of(STOCK, dtype="float32").wrong
-    assert of(["abcd", "efgX"], batched=["X", "X"], dtype="float32").wrong
-    assert of(["abcd", "efghij"], dtype="float32").wrong
+    assert not compared(STOCK, dtype="float32").wrong
+    assert compared(["abcd", "efgX"], batched=["X", "X"], dtype="float32").wrong
+    assert compared(["abcd", "efghij"], dtype="float32").wrong
 
 
 @pytest.mark.parametrize(
@@ -60,16 +60,16 @@ def test_in_fp32_every_answer_must_be_equal():
     ],
 )
 def test_in_16_bits_the_limit_is_twice_the_share_that_batching_changes_in_stock(answers, batched, wrong):
-    assert of(answers, batched).wrong is wrong
+    assert compared(answers, batched).wrong is wrong
 
 
 def test_the_sentence_contains_the_tolerance_if_an_answer_differs():
-    assert of(STOCK).sentence == "parity: hf_rocm returned stock's text for all 2 greedy requests"
-    sentence = of(["abXd", "efgh"], ["abcX", "efgh"]).sentence
+    assert compared(STOCK).sentence == "parity: hf_rocm returned stock's text for all 2 greedy requests"
+    sentence = compared(["abXd", "efgh"], ["abcX", "efgh"]).sentence
     assert "1 of 2" in sentence and "14 % of the compared tokens" in sentence
     assert "Allowed in bfloat16: 25 % (stock itself: 12 %" in sentence and "`hf-rocm verify`" in sentence
 
 
 def test_an_agreement_is_unchanged_by_a_json_round_trip():
-    result = of(["abXd", "efgh"], dtype="float16")
+    result = compared(["abXd", "efgh"], dtype="float16")
     assert Agreement.from_dict(result.to_dict()) == result and result.to_dict()["allowed"] == 0.2

@@ -28,8 +28,8 @@ KINDS = {
 }
 
 
-def one(port, *, stream=True, timeout=10.0, **how):
-    return asyncio.run(send_request(port, "a-model", Request("a prompt", NEW, stream, **how), timeout=timeout))
+def send(port, *, stream=True, timeout=10.0, **options):
+    return asyncio.run(send_request(port, "a-model", Request("a prompt", NEW, stream, **options), timeout=timeout))
 
 
 @pytest.mark.parametrize("endpoint", PATHS)
@@ -37,7 +37,7 @@ def one(port, *, stream=True, timeout=10.0, **how):
 def test_an_answer_has_its_text_tokens_and_times(stream, endpoint):
     before = time.perf_counter()
     with answering() as server:
-        answer = one(server.port, stream=stream, endpoint=endpoint)
+        answer = send(server.port, stream=stream, endpoint=endpoint)
     assert answer.error is None
     assert answer.text == "".join(word("a prompt", index) for index in range(NEW))
     assert (answer.prompt, answer.tokens) == (3, NEW)
@@ -49,7 +49,7 @@ def test_an_answer_has_its_text_tokens_and_times(stream, endpoint):
 
 def test_a_client_that_leaves_disconnects_after_half_of_the_answer():
     with answering() as server:
-        answer = one(server.port, leave=True)
+        answer = send(server.port, leave=True)
     assert answer.left and answer.error is None and len(answer.pieces) == NEW // 2
     assert answer.text == "".join(word("a prompt", index) for index in range(NEW // 2))
 
@@ -61,7 +61,7 @@ def test_every_fault_of_a_running_server_has_a_kind():
 @pytest.mark.parametrize("fault", KINDS)
 def test_a_failure_is_an_answer_with_its_kind(fault):
     with answering(fault) as server:
-        answer = one(server.port, timeout=0.5 if fault == "silent" else 10.0)
+        answer = send(server.port, timeout=0.5 if fault == "silent" else 10.0)
     assert answer.error == KINDS[fault]
     assert answer.detail
 
@@ -69,18 +69,18 @@ def test_a_failure_is_an_answer_with_its_kind(fault):
 @pytest.mark.parametrize("fault", ["garbage", "no-usage", "short"])
 def test_whole_answers_fail_with_the_same_kinds(fault):
     with answering(fault) as server:
-        assert one(server.port, stream=False).error == KINDS[fault]
+        assert send(server.port, stream=False).error == KINDS[fault]
 
 
 def test_the_answer_of_a_failed_request_is_its_detail():
     with answering("status") as server:
-        assert one(server.port).detail == '{"error": "no memory"}'
+        assert send(server.port).detail == '{"error": "no memory"}'
 
 
 def test_a_port_without_a_server_is_a_refused_connection():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        assert one(taken.getsockname()[1]).error == "connection refused"
+        assert send(taken.getsockname()[1]).error == "connection refused"
 
 
 def test_the_request_is_greedy_and_has_no_end_token():

@@ -22,7 +22,7 @@ ANSWERS = (
 )
 
 
-def of(side, answers=ANSWERS, seconds=2.0, unsent=0, load=LOAD):
+def case_of(side, answers=ANSWERS, seconds=2.0, unsent=0, load=LOAD):
     return figures(load, side, Traffic(answers, seconds, unsent))
 
 
@@ -37,7 +37,7 @@ def test_percentiles_are_interpolated():
 
 
 def test_figures_are_those_computed_by_hand():
-    case = of("stock")
+    case = case_of("stock")
     assert case["answered"] == 3 and case["tokens"] == 9 and case["prompt_tokens"] == 18
     assert case["rate"] == pytest.approx(4.5)
     assert case["streamed_tokens"] == 6 and case["pieces"] == 5
@@ -57,16 +57,18 @@ def test_figures_are_those_computed_by_hand():
 
 
 def test_an_abandoned_stream_is_counted_and_changes_nothing_else():
-    case = of("stock", (*ANSWERS, Answer(0.0, 0.5, "a", (0.3,), left=True)))
-    assert case.pop("left") == 1 and case == {name: value for name, value in of("stock").items() if name != "left"}
-    (line,) = [line for line in notes([of("stock", (*ANSWERS, Answer(0.0, 0.5, left=True)))]) if "abandoned" in line]
+    case = case_of("stock", (*ANSWERS, Answer(0.0, 0.5, "a", (0.3,), left=True)))
+    assert case.pop("left") == 1 and case == {name: value for name, value in case_of("stock").items() if name != "left"}
+    (line,) = [
+        line for line in notes([case_of("stock", (*ANSWERS, Answer(0.0, 0.5, left=True)))]) if "abandoned" in line
+    ]
     assert line.startswith("stock: 1 stream ")
 
 
 def test_without_an_answer_there_are_no_times():
-    case = of("stock", ANSWERS[3:])
+    case = case_of("stock", ANSWERS[3:])
     assert case["times"] == {"first": None, "between": None, "whole": None} and case["rate"] == 0
-    header, rows = table([case, of("hf_rocm")])
+    header, rows = table([case, case_of("hf_rocm")])
     assert header == ("", "stock", "hf_rocm", "× stock")
     assert [row[-1] for row in rows] == [""] * len(rows)
 
@@ -76,7 +78,7 @@ def test_the_table_compares_the_sides():
         Answer(0.0, answer.ended / 2, "x", tuple(seconds / 2 for seconds in answer.pieces), 4, 3)
         for answer in ANSWERS[:1]
     )
-    header, rows = table([of("stock", ANSWERS[:1], seconds=0.9), of("hf_rocm", prepared, seconds=0.3)])
+    header, rows = table([case_of("stock", ANSWERS[:1], seconds=0.9), case_of("hf_rocm", prepared, seconds=0.3)])
     assert header == ("", "stock", "hf_rocm", "× stock")
     cells = {row[0]: row[1:] for row in rows}
     assert cells["tokens per second"] == ("3.3", "10.0", "3.00")
@@ -86,26 +88,26 @@ def test_the_table_compares_the_sides():
 
 
 def test_one_side_has_no_comparison():
-    header, rows = table([of("stock")])
+    header, rows = table([case_of("stock")])
     assert header == ("", "stock") and all(len(row) == 2 for row in rows)
 
 
 def test_whole_answers_have_no_time_to_a_first_token():
-    _, rows = table([of("stock", ANSWERS[2:3])])
+    _, rows = table([case_of("stock", ANSWERS[2:3])])
     assert [row[0] for row in rows] == ["tokens per second", "time to complete answer, ms", "answers", "errors"]
 
 
 def test_notes_list_errors_by_kind_and_unsent_requests():
-    lines = notes([of("stock", unsent=7)])
+    lines = notes([case_of("stock", unsent=7)])
     assert "stock: 1 × HTTP 500, first: no memory" in lines
     assert "stock: 7 requests were not sent within 120 s" in lines
     assert any("5 of 6 (stock)" in line for line in lines)
-    assert notes([of("stock", ANSWERS[:1])]) == []
+    assert notes([case_of("stock", ANSWERS[:1])]) == []
 
 
 def test_cases_are_grouped_by_load_with_stock_first():
     other = Load(None, 2.0, 5, 4, 9, 3)
-    cases = [of("hf_rocm"), of("hf_rocm", load=other), of("stock"), of("stock", load=other)]
+    cases = [case_of("hf_rocm"), case_of("hf_rocm", load=other), case_of("stock"), case_of("stock", load=other)]
     groups = by_case(cases)
     assert [[(case["title"], case["side"]) for case in group] for group in groups] == [
         [(LOAD.title, "stock"), (LOAD.title, "hf_rocm")],

@@ -18,7 +18,7 @@ from hf_rocm.tools.bench.serving import run
 from tests.tools.bench.serving.conftest import ended
 
 FAST = ["--device", "cpu", "--clients", "2", "--requests", "6", "--prompt", "4-9", "--new", "3"]
-# the hf_rocm server gets 8 requests for parity and, before the timed requests of the closed loop, 4 to warm up
+# the hf_rocm server receives 8 requests for parity and, before the timed requests of the closed loop, 4 to warm up
 WARM = 4
 
 
@@ -77,7 +77,7 @@ def test_without_stock_only_the_prepared_server_is_measured_after_the_comparison
     assert bench("--no-stock", "--json") == 0
     served = json.loads(capsys.readouterr().out)["serving"]
     assert [case["side"] for case in served["cases"]] == ["hf_rocm"] and served["parity"]["equal"] == 8
-    stubs(hf_rocm={"other": "!"})
+    stubs(hf_rocm={"suffix": "!"})
     assert bench("--no-stock") == 1
 
 
@@ -94,7 +94,7 @@ def test_json_is_the_segment_and_nothing_else(bench, stubs, capsys):
 
 
 def test_different_answers_are_an_error_and_nothing_is_timed(bench, stubs, capsys, monkeypatch):
-    stubs(hf_rocm={"other": "!"})
+    stubs(hf_rocm={"suffix": "!"})
     monkeypatch.setattr(run._Run, "cases", lambda *args: pytest.fail("it was timed"))
     assert bench() == 1
     output = capsys.readouterr()
@@ -103,7 +103,7 @@ def test_different_answers_are_an_error_and_nothing_is_timed(bench, stubs, capsy
 
 
 def test_in_bf16_small_differences_are_reported_and_timed(bench, stubs, capsys):
-    stubs(hf_rocm={"other": "!"})
+    stubs(hf_rocm={"suffix": "!"})
     assert bench("--dtype", "bfloat16", "--new", "8") == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "stock's text for 0 of 8 greedy requests" in out and "Allowed in bfloat16" in out

@@ -115,8 +115,8 @@ def test_the_stock_server_cannot_import_hf_rocm(monkeypatch, tmp_path):
 
 
 def test_a_release_without_completions_is_refused(monkeypatch):
-    there = find_spec("json")
-    monkeypatch.setattr(server, "find_spec", lambda name: None if name.startswith("transformers.cli") else there)
+    existing = find_spec("json")
+    monkeypatch.setattr(server, "find_spec", lambda name: None if name.startswith("transformers.cli") else existing)
     with pytest.raises(OptionError, match="has no /v1/completions"):
         server.check()
 

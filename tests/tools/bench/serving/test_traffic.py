@@ -116,7 +116,7 @@ def test_an_open_loop_does_not_wait_for_answers():
     done = traffic(OPEN, clients)
     assert clients.most == OPEN.requests == len(done.answers)
     due = arrivals(OPEN.rate, OPEN.requests, OPEN.seed)
-    assert all(began - clients.began[0] >= at - 0.01 for began, at in zip(clients.began, due, strict=True))
+    assert all(began - clients.began[0] >= expected - 0.01 for began, expected in zip(clients.began, due, strict=True))
 
 
 @pytest.mark.parametrize("load", [CLOSED, replace(OPEN, rate=20.0)], ids=["closed", "open"])

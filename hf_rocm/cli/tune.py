@@ -240,8 +240,7 @@ def _print_why_not(job: Tuning, *, shapes_only: bool) -> None:
         return
     print(f"not tuned: {job.obstacle}")
     for label, line in job.commands.items():
-        print(f"{label}, on the machine with the GPU:
-  {shlex.join(line)}")
+        print(f"{label}, on the machine with the GPU:\n  {shlex.join(line)}")
 
 
 def _print_checked(table: Checked) -> None:

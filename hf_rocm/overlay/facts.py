@@ -53,7 +53,7 @@ class AiterFacts:
         if self.amd:
             return f"amd-aiter {self.version or '(version unknown)'}"
         return (
-            f"the unrelated PyPI package `aiter` {self.version or ''} hides AMD's package: "
+            f"the unrelated PyPI package `aiter` {self.version or '(version unknown)'} hides AMD's package: "
             "pip uninstall aiter, then pip install amd-aiter"
         )
 

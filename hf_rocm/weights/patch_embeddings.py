@@ -108,7 +108,7 @@ def in_force(model: nn.Module) -> list[str]:
     return [
         name
         for name, module in model.named_modules()
-        if type(module) in _CALLED and instance_forward.is_attached(module) and _class_is_pytorchs(type(module))
+        if type(module) in _CALLED and instance_forward.is_attached(module) and _is_pytorch_class(type(module))
     ]
 
 
@@ -134,7 +134,7 @@ def _serves(self: Any, x: Any, weight: Any) -> bool:
         return False
     if mode == bind.GPU and not x.is_cuda:
         return False
-    if torch.is_autocast_enabled(x.device.type) or not _class_is_pytorchs(type(self)):
+    if torch.is_autocast_enabled(x.device.type) or not _is_pytorch_class(type(self)):
         return False
     if compiling():
         if exporting():
@@ -155,7 +155,7 @@ def _serves(self: Any, x: Any, weight: Any) -> bool:
 
 
 @constant_in_traces
-def _class_is_pytorchs(cls: Any) -> bool:
+def _is_pytorch_class(cls: Any) -> bool:
     """Whether this convolution class is PyTorch's own, apart from hf_rocm's changes."""
     return replacement_among(_CALLED[cls]) is None
 

@@ -15,11 +15,12 @@ from hf_rocm import files
 
 
 def begin(file: str) -> None:
-    """Prepare every model that this process loads. On SIGUSR1, write the result of `lines` to `file`."""
+    """Prepare every model that this process loads. On SIGUSR1, which Windows lacks, write `lines()` to `file`."""
     from hf_rocm.loading.auto import auto_prepare
 
     auto_prepare(force=True)
-    signal.signal(signal.SIGUSR1, lambda *_: files.write(Path(file), json.dumps(lines())))
+    if hasattr(signal, "SIGUSR1"):
+        signal.signal(signal.SIGUSR1, lambda *_: files.write(Path(file), json.dumps(lines())))
 
 
 def lines() -> list[str]:

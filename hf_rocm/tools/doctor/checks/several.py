@@ -7,6 +7,7 @@ detailed level, and on the recommendations for the variables in RCCL's and NCCL'
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import combinations, permutations
 
 from hf_rocm.tools.doctor.checks.ranks import ranks
 from hf_rocm.tools.doctor.facts import Facts, version
@@ -46,7 +47,9 @@ def several(facts: Facts) -> Iterator[Finding]:
 
 def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
     count = len(peers)
-    unreachable = [(one, other) for one in range(count) for other in range(count) if not peers[one][other]]
+    unreachable = [
+        pair for pair in combinations(range(count), 2) if not all(peers[i][j] for i, j in permutations(pair))
+    ]
     collectives = facts.torch_result.facts.get("collectives")
     switches = [f"{name}={facts.set(name)}" for name in SWITCHES if facts.set(name)]
     if not collectives:
@@ -57,10 +60,7 @@ def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
             fix="install a torch with RCCL (the wheels of pytorch.org have it)",
         )
     if unreachable or facts.set("NCCL_P2P_DISABLE") == "1":
-        pairs = (
-            ", ".join(f"{one}-{other}" for one, other in unreachable if one < other)
-            or "switched off by NCCL_P2P_DISABLE"
-        )
+        pairs = ", ".join(f"{one}-{other}" for one, other in unreachable) or "switched off by NCCL_P2P_DISABLE"
         fine_grain = "" if facts.set("HSA_FORCE_FINE_GRAIN_PCIE") == "1" else "; over PCIe: HSA_FORCE_FINE_GRAIN_PCIE=1"
         yield warning(
             "several",

@@ -8,8 +8,8 @@ import triton.language as tl
 from hf_rocm.ops.four_bit import SIGNED, kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
 from hf_rocm.ops.triton.kernels.codes import AMD, coded_run, load_table
+from hf_rocm.ops.triton.kernels.eight_bit import wide
 from hf_rocm.ops.triton.kernels.four_bit import factors_at, scale_at
-from hf_rocm.ops.triton.kernels.linear import wide
 from hf_rocm.ops.triton.tiles import dequantize_tile
 
 
@@ -20,7 +20,7 @@ def dequantize_eight(
     out,  # [N, K]
     k_size,
     GROUP: tl.constexpr,  # rows and columns that share a scale; 0: each row has one scale
-    SELECT: tl.constexpr,  # see `linear.wide`
+    SELECT: tl.constexpr,  # see `eight_bit.wide`
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)

@@ -14,22 +14,9 @@ import triton
 import triton.language as tl
 
 from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11, Build
-from hf_rocm.ops.triton.kernels.codes import AMD, NVIDIA
+from hf_rocm.ops.triton.kernels.codes import AMD
+from hf_rocm.ops.triton.kernels.eight_bit import converted, wide
 from hf_rocm.ops.triton.tiles import eight_bit_tile, linear_tile
-
-_NVIDIA = tl.constexpr(NVIDIA)
-# The PTX of `wide` for four numbers q in one register: flipping the highest bit of q gives q + 128.
-_INSERT = tl.constexpr(
-    "\n".join(
-        (
-            "{",
-            ".reg .b32 bytes;",
-            "xor.b32 bytes, $4, 0x80808080;",
-            *(f"prmt.b32 ${byte}, bytes, 0x4B000000, 0x744{byte};" for byte in range(4)),
-            "}",
-        )
-    )
-)
 
 
 @triton.jit
@@ -48,7 +35,7 @@ def matrix_vector(
     ACTIVATION: tl.constexpr,  # the activation of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
     GROUP: tl.constexpr,  # rows and columns of weight that share a scale, a multiple of BLOCK_N; 0: one per row or none
-    SELECT: tl.constexpr,  # see `wide`
+    SELECT: tl.constexpr,  # see `eight_bit.wide`
     ONE_PLUS: tl.constexpr,  # the norm multiplies by (1 + w)
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -119,7 +106,7 @@ def few_rows(
     ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of SPLITS · BLOCK_K
     GROUP: tl.constexpr,  # 0 or BLOCK_K
-    SELECT: tl.constexpr,  # see `wide`
+    SELECT: tl.constexpr,  # see `eight_bit.wide`
     PARTS: tl.constexpr,  # if more than 1, out is [PARTS, M, N] in fp32, for `sum_parts`
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -239,32 +226,9 @@ def _multiply_add(
 ):
     """Add `tl.dot` of the weight's numbers and x, multiplied by the block's scale if blocks have scales."""
     if GROUP:
-        part = tl.dot(_like(numbers, values, SELECT), values)
+        part = tl.dot(converted(numbers, values, SELECT), values)
         return sums + part * piece(scales + k // GROUP, inside, EVEN)
-    return tl.dot(_like(numbers, values, SELECT), values, sums)
-
-
-@triton.jit
-def wide(numbers, SELECT: tl.constexpr):
-    """Numbers of the weight in fp32. SELECT: the instruction that selects bytes, as in `codes.coded`.
-
-    AMD GPUs convert any byte of a register to a float in one or two instructions. On NVIDIA GPUs, conversions of
-    integers are slow: one instruction inserts the byte q + 128 into the float 2²³, whose last bits are an integer.
-    """
-    if numbers.dtype == tl.int8 and SELECT == _NVIDIA:
-        inserted = tl.inline_asm_elementwise(
-            _INSERT, "=r,=r,=r,=r,r", [numbers], dtype=tl.float32, is_pure=True, pack=4
-        )
-        return inserted - 8388736.0
-    return numbers.to(tl.float32)
-
-
-@triton.jit
-def _like(numbers, values, SELECT: tl.constexpr):
-    """Numbers of the weight in the dtype of x, which represents all 8-bit numbers exactly."""
-    if numbers.dtype == values.dtype:
-        return numbers
-    return wide(numbers, SELECT).to(values.dtype)
+    return tl.dot(converted(numbers, values, SELECT), values, sums)
 
 
 @triton.jit

@@ -166,14 +166,23 @@ class Lookahead:
         # the last position if the device accepts all drafts; a model may have no embedding for a later one
         if before.shape[1] + max(1, 2 * count - 2) >= search.limit:
             return
+        if count == 1:
+            # Without drafts, the position is known.
+            position = before.shape[1]
+            self._queued = runner.launch(position, 1, Source(before, selected, position, 0))
+        elif self._look_up(before, step_ids, selected, search.ngram):
+            self._queued = runner.launch(None, count, Source(before, selected, 0, 0, self._header))
+        self.logits = None if self._queued is None else logits
+
+    def _look_up(self, before: Tensor, step_ids: Tensor, selected: Tensor, ngram: int) -> bool:
+        """Queue `look_up_drafts`, which writes to `_header`. Returns False if that would wait for the device."""
         if self._header is None:
             self._header = torch.zeros(2, dtype=torch.int64, device=before.device)
         operands = before, step_ids, selected, self._header
-        if before.is_cuda and not one_kernel(*operands, ngram=search.ngram):
-            return
-        look_up_drafts(*operands, ngram=search.ngram)
-        self._queued = runner.launch(None, count, Source(before, selected, 0, 0, self._header))
-        self.logits = None if self._queued is None else logits
+        if before.is_cuda and not one_kernel(*operands, ngram=ngram):
+            return False
+        look_up_drafts(*operands, ngram=ngram)
+        return True
 
     def _saves_time(self, times: int) -> bool:
         """Whether to queue a step after `times` + 1 steps in a row with the same number of tokens.
@@ -201,8 +210,9 @@ class Lookahead:
         position, ids, source = following
         if queued is not None and queued[1].shape[1] == len(ids):
             confirm(runner.cache, position, len(ids))
-            # a clone, because the next step that is queued writes to the tensor
-            self._unchecked = ids, self._copies.send(queued[1].clone())
+            if len(ids) > 1:
+                # a clone, because the next step that is queued writes to the tensor
+                self._unchecked = ids, self._copies.send(queued[1].clone())
         else:
             queued = runner.launch(position, len(ids), source)
             self._gap = perf_counter() - now

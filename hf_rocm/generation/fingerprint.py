@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -68,11 +69,13 @@ _IGNORED = frozenset(
 )
 
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
+_PLAIN_CLASSES = frozenset(_PLAIN)
 
 
 def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]) -> None:
     own = module.__dict__
-    facts.append(own["training"])
+    names = _compared(attributes_of(module))
+    facts += (own["training"], names)
     if SLOT in own:
         facts += _shuffled(module, kept)
     for parameters in (own["_parameters"], own["_buffers"]):
@@ -81,17 +84,21 @@ def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]
     for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
         if hooks:
             facts += [_fact(hook, kept) for hook in hooks.values()]
-    for name in attributes_of(module):
-        if name in _IGNORED:
-            continue
+    for name in names:
         value = own[name]
-        facts.append(name)
-        if isinstance(value, dict):
+        if value.__class__ in _PLAIN_CLASSES:
+            facts.append(value)
+        elif isinstance(value, dict):
             facts += [(str(key), _fact(item, kept)) for key, item in value.items()]
         elif isinstance(value, (list, tuple)):
             facts += [_fact(item, kept) for item in value]
         else:
             facts.append(_fact(value, kept))
+
+
+@lru_cache(maxsize=256)
+def _compared(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(name for name in names if name not in _IGNORED)
 
 
 def _shuffled(module: nn.Module, kept: list[object]) -> list[Hashable]:
@@ -150,18 +157,18 @@ class _Identity:
 
 
 def _place(tensor: Tensor) -> Hashable:
+    if tensor.__class__ in (nn.Parameter, Tensor):
+        return tensor.data_ptr(), tensor.shape, tensor.dtype
     # The local part of a DTensor.
     shard = getattr(tensor, "_local_tensor", None)
     if shard is not None:
         return id(tensor), _place(shard)
-    if tensor.__class__ not in (nn.Parameter, Tensor):
-        try:
-            pointer = tensor.data_ptr()
-        except (RuntimeError, NotImplementedError):
-            # The tensor has no storage.
-            pointer = 0
-        return id(tensor), type(tensor), getattr(tensor, "_version", 0), pointer
-    return tensor.data_ptr(), tensor.shape, tensor.dtype
+    try:
+        pointer = tensor.data_ptr()
+    except (RuntimeError, NotImplementedError):
+        # The tensor has no storage.
+        pointer = 0
+    return id(tensor), type(tensor), getattr(tensor, "_version", 0), pointer
 
 
 def _settings(config: Any) -> Hashable:

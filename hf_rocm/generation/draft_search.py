@@ -22,7 +22,7 @@ class DraftSearch:
     draft of a later search is the next token.
     """
 
-    def __init__(self, *, adaptive: bool = True) -> None:
+    def __init__(self, *, adaptive: bool) -> None:
         self._adaptive = adaptive
         self._rejections = 0  # the number of searches in a row whose first draft was not the next token
         # the number of tokens at the last search that returned drafts, and its first draft

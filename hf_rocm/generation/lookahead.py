@@ -66,16 +66,16 @@ def refuses(arguments: Mapping[str, Any], observer: str | None) -> str | None:
 class Lookahead:
     """The next step of one call. tokens: the tokens of the call. early: whether the step may be launched early.
 
-    observed: whether code of the user runs between two steps, so that every step must verify the drafts of stock.
+    adaptive: whether steps verify drafts only while drafts are accepted, see `draft_search`.
 
     launched: the step that was launched and that the loop has not called yet. logits: a copy of the last step's logits,
     [1, N, V], if a later replay overwrites them.
     """
 
-    def __init__(self, tokens: HostTokens, *, early: bool = False, observed: bool = False) -> None:
+    def __init__(self, tokens: HostTokens, *, early: bool = False, adaptive: bool = False) -> None:
         self._tokens = tokens
         self._early = early
-        self._drafts = DraftSearch(adaptive=not observed)
+        self._drafts = DraftSearch(adaptive=adaptive)
         self._search: Search | None = None  # the last search of the loop
         self._prepared: list[int] | None = None  # the tokens of the step that the loop has prepared
         self._ids: list[int] | None = None  # the tokens of the step that the loop has called last

@@ -27,6 +27,7 @@ from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.stand_in import StandIn
 from hf_rocm.generation.streams import HostCopies
 from hf_rocm.generation.token_choice import UPDATE, FindRunner, may_stand_in
+from hf_rocm.layers.release import before
 from hf_rocm.overlay.dependencies import Reference
 from hf_rocm.overlay.replacements import Watch
 
@@ -34,15 +35,15 @@ from hf_rocm.overlay.replacements import Watch
 class Verification:
     """How a call of `_assisted_decoding` accepts drafts; used instead of a `token_choice.Choice`.
 
-    processors: the call's list of logits processors, which is empty. early, observed: those of the call's `Lookahead`.
+    processors: the call's list of logits processors, which is empty. early, adaptive: those of the call's `Lookahead`.
     tokens: the tokens of the call.
     """
 
-    def __init__(self, processors: Sequence[Any], *, early: bool = False, observed: bool = False) -> None:
+    def __init__(self, processors: Sequence[Any], *, early: bool = False, adaptive: bool = False) -> None:
         self._processors = processors
         self._copies = HostCopies()  # copies of the tokens of steps
         self.tokens = HostTokens()
-        self.lookahead = Lookahead(self.tokens, early=early, observed=observed)
+        self.lookahead = Lookahead(self.tokens, early=early, adaptive=adaptive)
 
     def holds(self) -> bool:
         """Whether the functions that receive a stand-in are unchanged and there is no logits processor."""
@@ -91,9 +92,14 @@ def of_call(model: Any, arguments: Mapping[str, Any], observer: str | None = Non
     if not may_stand_in(model, arguments, feature="speculation", methods=(UPDATE, _GENERATOR)):
         return None
     early = lookahead.refuses(arguments, observer) is None
-    result = Verification(arguments["logits_processor"], early=early, observed=observer is not None)
+    adaptive = observer is None and not _EXCEEDS_LENGTH
+    result = Verification(arguments["logits_processor"], early=early, adaptive=adaptive)
     # `holds` returns False if there are logits processors.
     return result if result.holds() else None
+
+
+# Before 5.14, the last step of a call may exceed the maximum length, and the excess depends on the verified drafts.
+_EXCEEDS_LENGTH = before("5.14")
 
 
 @cache

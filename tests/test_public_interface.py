@@ -136,7 +136,7 @@ def test_check_version(site: Site, run: Run, compare: Callable[..., None], monke
         for name, values in machine.items():
             monkeypatch.setattr(check_version, name, lambda value=values[number]: value)
         outputs += [check(), check("mistrall")]
-    site.release("6.1.0")
+    site.set_release("6.1.0")
     compare("check_version", *outputs, check())
 
 

@@ -95,10 +95,10 @@ def model(
     """Measure decoding and prefill of a model, or the forwards of an encoder: stock, compiled stock, and hf_rocm.
 
     The sides run in turn, on one set of weights. The results of a side are checked first, and a side with wrong
-    results is not timed; if hf_rocm's results are wrong, the command fails. The floor is the shortest possible time at
-    the copy bandwidth and matmul rate that were measured on this machine. Without ROCm, hf_rocm's path is forced, which
-    the output states. With --tp, transformers shards the model over N ranks on both sides, and the output lists what
-    the ranks exchange.
+    results is not timed; if hf_rocm's results are wrong, the command fails. The roofline is the shortest possible time
+    at the copy bandwidth and matmul rate that were measured on this machine. Without ROCm, hf_rocm's path is forced,
+    which the output states. With --tp, transformers shards the model over N ranks on both sides, and the output lists
+    what the ranks exchange.
     """
     from hf_rocm.tools.bench import record
     from hf_rocm.tools.bench.cases import Case, grid
@@ -232,7 +232,7 @@ def ops(
     """Compare all implementations of every operation on this machine, at the shapes of a decoder.
 
     Every implementation is checked against fp64 first. Times are those of the device alone (in a recorded graph if
-    possible). The floor is the shortest possible time at the measured copy bandwidth and matmul rate.
+    possible). The roofline is the shortest possible time at the measured copy bandwidth and matmul rate.
     """
     from hf_rocm.tools.bench import record
     from hf_rocm.tools.bench.ops_run import compare_ops
@@ -277,11 +277,13 @@ def _print_ops(segment: Segment, *, refused: bool) -> None:
     for line in report.heading(segment):
         print_wrapped(line)
     for (operation, case), lines in report.kernels_by_case(segment).items():
-        floor = f", floor {lines[0]['floor']:.1f} µs ({lines[0]['bound']})" if lines[0]["floor"] else ""
+        floor = f", roofline {lines[0]['floor']:.1f} µs ({lines[0]['bound']})" if lines[0]["floor"] else ""
         print(f"\n{operation}: {case}{floor}")
         timed = [row for row in lines if row["microseconds"] is not None]
         if timed:
-            print_table(("implementation", "µs", "× floor", "of peak rate"), [report.kernel_row(row) for row in timed])
+            print_table(
+                ("implementation", "µs", "× roofline", "of peak rate"), [report.kernel_row(row) for row in timed]
+            )
         for row in lines:
             if refused and row["reason"] is not None:
                 print_notice(f"{row['implementation']}: {row['reason']}")

@@ -56,11 +56,11 @@ class RecordedForward(Recorded):
         if not outputs.tensors:
             raise Unrecordable("it returns no tensor")
 
-        def tensors(places: Sequence[Tensor]) -> list[Tensor]:
+        def tensors(buffers: Sequence[Tensor]) -> list[Tensor]:
             with recordable(), StoredValues(read.value for read in observed.reads) as values:
-                output = run(places)
+                output = run(buffers)
             values.finish()
-            return Outputs(output, places, weights).tensors
+            return Outputs(output, buffers, weights).tensors
 
         super().__init__(recorder, inputs, tensors, outputs.tensors)
         self._weights = weights

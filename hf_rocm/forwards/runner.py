@@ -112,7 +112,7 @@ def _recorded(model: Any, state: State, user_call: _UserCall) -> Any:
             prior = _find_padded(model, state, snapshot, user_call) or prior
         call, key, path, recording, reason, copies, _ = prior
         compared_now = recording is not None and (
-            recording.schedule.due or recording.alarm.rings(recording.schedule.replays)
+            recording.schedule.due or recording.alarm.poll(recording.schedule.replays)
         )
         if recording is None or compared_now:
             copies = None
@@ -292,7 +292,7 @@ def _compare(model: Any, state: State, key: Hashable, path: Path, recording: Rec
     else:
         output = call.user_call()
     if compared.agrees:
-        if recording.alarm.rang():
+        if recording.alarm.triggered():
             # The model's own outputs are not finite.
             recording.alarm.ignored = True
         if not _padding_agrees(model, state, recording, call, compared.output, output, earlier=schedule.since):

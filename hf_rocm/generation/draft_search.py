@@ -46,7 +46,7 @@ class Search(NamedTuple):
     """A search for the tokens that follow the first earlier occurrence of the last n-gram: the drafts of prompt lookup.
 
     most: the largest number of drafts. ngram: the length of the longest n-gram, which is searched first. limit: the
-    maximum length of the sequence. ends: end tokens; drafts stop before them.
+    maximum length of the sequence. ends: EOS tokens; drafts stop before them.
     """
 
     most: int

@@ -1,6 +1,6 @@
 """The host's copy of the tokens of a call that verifies drafts, to avoid further copies from the device.
 
-After a recorded step, the accepted tokens are on the host anyway. So the search for drafts and the check for end tokens
+After a recorded step, the accepted tokens are on the host anyway. So the search for drafts and the check for EOS tokens
 need no other copy, unless transformers has appended tokens in another way, for example after an uncaptured step.
 """
 

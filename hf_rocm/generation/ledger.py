@@ -17,7 +17,7 @@ from hf_rocm import options
 NAME = "graph_events.jsonl"
 
 # The largest number of events that are returned; older ones are left out.
-_MOST = 100
+_MAX_EVENTS = 100
 
 _log = logging.getLogger("hf_rocm")
 
@@ -86,7 +86,7 @@ def events() -> tuple[Event, ...]:
         lines = path().read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ()
-    parsed = (_event(line) for line in lines[-_MOST:])
+    parsed = (_event(line) for line in lines[-_MAX_EVENTS:])
     return tuple(event for event in parsed if event is not None)
 
 

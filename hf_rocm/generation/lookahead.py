@@ -229,7 +229,7 @@ class Lookahead:
     def _accepted(self, chosen: list[int]) -> list[int] | None:
         """The tokens that the loop will append after a step that chose these.
 
-        Returns None if they contain an end token, or if the tokens of the step are not known.
+        Returns None if they contain an EOS token, or if the tokens of the step are not known.
         """
         ids, self._ids, search = self._ids, None, self._search
         if ids is None or search is None or len(ids) != len(chosen):

@@ -43,7 +43,7 @@ def searching_on_the_host(lookahead: Lookahead | None = None) -> Iterator[None]:
 
 
 class _Thread(threading.local):
-    """ends: maps a generator of this thread's call to its end tokens; None outside `searching_on_the_host`."""
+    """ends: maps a generator of this thread's call to its EOS tokens; None outside `searching_on_the_host`."""
 
     ends: dict[Any, frozenset[int]] | None = None
     lookahead: Lookahead | None = None

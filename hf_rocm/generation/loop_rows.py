@@ -43,7 +43,7 @@ class Rows:
 
     def __init__(self, ends: Callable[[], Ends | None]) -> None:
         self._ends = ends
-        self._used: Unchanged | None = None  # the end tokens with which `appended` was computed
+        self._used: Unchanged | None = None  # the EOS tokens with which `appended` was computed
         self._serves: bool | None = None  # whether the kernel serves the rows of this call
         self.current: Unfinished | None = None
         self.appended: Appended | None = None
@@ -74,14 +74,14 @@ class Rows:
         try:
             self.appended = Appended(*ops.append_tokens(ids, tokens, unfinished, flat, pad))
         except TierUnavailable:
-            # A tier was requested, and the end tokens have changed to ones that it can't serve.
+            # A tier was requested, and the EOS tokens have changed to ones that it can't serve.
             return None
         return self.appended.ids
 
     def taken(self, ids: Tensor, ends: Tensor | None) -> Appended | None:
-        """Return `appended` if it has these tokens, and clear it. Returns None if other end tokens apply now.
+        """Return `appended` if it has these tokens, and clear it. Returns None if other EOS tokens apply now.
 
-        ends: the end tokens that apply now. A streamer may have changed them since the tokens were appended.
+        ends: the EOS tokens that apply now. A streamer may have changed them since the tokens were appended.
         """
         appended, self.appended = self.appended, None
         if appended is None or appended.ids is not ids:

@@ -41,17 +41,17 @@ class Recorded:
     ) -> None:
         # Inference tensors can't be written outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
-            places = [tensor if resident(tensor) else tensor.clone() for tensor in inputs.tensors]
+            buffers = [tensor if resident(tensor) else tensor.clone() for tensor in inputs.tensors]
             self.tensors = [torch.empty_like(tensor) for tensor in like]
-            self.alarm = Alarm((*places, *like)[0].device)
+            self.alarm = Alarm((*buffers, *like)[0].device)
             self._warm_up(like)
 
-        self._inputs = places
-        self._changing = [index for index, place in enumerate(places) if place is not inputs.tensors[index]]
+        self._inputs = buffers
+        self._changing = [index for index, buffer in enumerate(buffers) if buffer is not inputs.tensors[index]]
         self.schedule = Schedule()
         self._recording: Recording
         with ops.recording(this_thread=True) as routes:
-            self._recording, _ = recorder.record(lambda: self._write(run(places)))
+            self._recording, _ = recorder.record(lambda: self._write(run(buffers)))
         self.routes = {(route.operation, route.tier): route for route in routes}.values()  # without duplicates
 
     def _warm_up(self, like: Sequence[Tensor]) -> None:
@@ -61,11 +61,11 @@ class Recorded:
         """Copy the outputs to their memory and check them. This is a part of the recorded work."""
         self._copy(self.tensors, outputs)
 
-    def _copy(self, places: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        for place, tensor in zip(places, outputs, strict=True):
-            place.copy_(tensor)
+    def _copy(self, destinations: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        for destination, tensor in zip(destinations, outputs, strict=True):
+            destination.copy_(tensor)
         if self.alarms:
-            self.alarm.watch(places)
+            self.alarm.watch(destinations)
 
     @property
     def proved(self) -> bool:
@@ -83,15 +83,18 @@ class Recorded:
             self._inputs[index].copy_(tensors[index])
         self._recording.replay()
 
-    def again(self) -> None:
+    def replay_in_place(self) -> None:
         """Replay without copying inputs: with those of the last replay, or with resident inputs that were set since."""
         self._recording.replay()
 
 
-def drop_oldest(recordings: dict[Any, Any], most: int) -> None:
-    """Delete the oldest recordings of this dict, so that one more makes at most `most`. Other entries remain."""
+def drop_oldest(recordings: dict[Any, Any], limit: int) -> None:
+    """Delete the oldest recordings of this dict, so that at most `limit` remain after one more is added.
+
+    Other entries remain.
+    """
     steps = [key for key, recording in recordings.items() if isinstance(recording, Recorded)]
-    for oldest in steps[: max(0, len(steps) + 1 - most)]:
+    for oldest in steps[: max(0, len(steps) + 1 - limit)]:
         del recordings[oldest]
 
 
@@ -120,7 +123,7 @@ class RecordedStep(Recorded):
             self.last_tokens = None if self.tokens is None else self.tokens[:, -1]
         self.draws: dict[Any, Any] = {}
         self._names = [name for name, value in like.items() if _written(value)]
-        super().__init__(recorder, inputs, lambda places: tensors_of(run(places)), tensors_of(like))
+        super().__init__(recorder, inputs, lambda buffers: tensors_of(run(buffers)), tensors_of(like))
         if group is not None:
             graph_teardown.watch(self._recording, cache, group)
         # omit the cache from the stored output: the cache references this object, which would create a reference cycle
@@ -136,14 +139,14 @@ class RecordedStep(Recorded):
         self.alarm.number.zero_()
 
     def _write(self, outputs: Sequence[Tensor]) -> None:
-        places, outputs = [*self.tensors], [*outputs]
+        destinations, outputs = [*self.tensors], [*outputs]
         if self.tokens is None:
-            self._copy(places, outputs)
+            self._copy(destinations, outputs)
             append_digest(self.digests, sum_of_bits(outputs))
             return
         index = self._names.index("logits")
-        out, logits = places.pop(index), outputs.pop(index)
-        self._copy(places, outputs)
+        out, logits = destinations.pop(index), outputs.pop(index)
+        self._copy(destinations, outputs)
         further = sum_of_bits(outputs) if outputs else None
         ops.finish_step(logits, out, self.tokens, self.digests, self.alarm.number, further)
 
@@ -192,18 +195,18 @@ class Alarm:
             if output.is_floating_point():
                 add_doubt(self.number, output)
 
-    def rings(self, replays: int) -> bool:
+    def poll(self, replays: int) -> bool:
         """Whether a replay up to the previous copy raised the alarm; False between copies. Does not wait.
 
         replays: the number of replays so far.
         """
         if self.ignored or replays % self.EVERY:
             return False
-        rang = bool(self._sent != 0)
+        was_triggered = bool(self._sent != 0)
         self._sent.copy_(self.number, non_blocking=True)
-        return rang
+        return was_triggered
 
-    def rang(self) -> bool:
+    def triggered(self) -> bool:
         """Return whether any replay so far raised the alarm. Waits for the device."""
         return not self.ignored and bool(self.number != 0)
 

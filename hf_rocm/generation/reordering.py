@@ -30,8 +30,8 @@ class Reordering(Recorded):
         # the identity, so that a run during the recording is harmless
         order = torch.arange(len(tensors[0]), device=tensors[0].device)
 
-        def run(places: Sequence[Tensor]) -> Sequence[Tensor]:
-            reorder(tensors, places[0])
+        def run(buffers: Sequence[Tensor]) -> Sequence[Tensor]:
+            reorder(tensors, buffers[0])
             return []
 
         super().__init__(recorder, Inputs((order,), ()), run, [])

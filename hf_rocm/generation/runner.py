@@ -44,7 +44,7 @@ from hf_rocm.weights.shuffled_copy import counters_watched
 
 # The largest number of recorded steps of one cache, not counting steps that verify drafts, and of recorded draws of one
 # step. Every adapter and attention implementation needs separate recordings.
-_MOST = 4
+_MAX_RECORDINGS = 4
 
 # Keys of the dict of recordings, in addition to those of the recorded steps.
 _RECORDER, _REORDERINGS = "recorder", "reorderings"
@@ -117,14 +117,14 @@ class Runner:
         key = (self._model_state, inputs.key)
         step: RecordedStep | None = self.cache.recordings.get(key)
         if step is not None:
-            alarm = self._ranks.group is None and step.alarm.rings(step.schedule.replays)
+            alarm = self._ranks.group is None and step.alarm.poll(step.schedule.replays)
             step.schedule.enter(self._call)
             if step.schedule.due or alarm:
                 return self._compare(step, model, arguments, inputs)
             if launched is not step:
                 step.replay(inputs.tensors)
             if self._arguments:
-                seen_over(self.cache).replay(self._model_state, tokens, key)
+                seen_over(self.cache).record_replay(self._model_state, tokens, key)
             self.cache.advance()
             step.schedule.count()
             self._state.replayed += 1
@@ -141,7 +141,7 @@ class Runner:
         With drafts, it may have run in an earlier call: the last step of a call often has a unique number of drafts.
         """
         if self.cache.drafts is not None and self._arguments:
-            return seen_over(self.cache).verify(key)
+            return seen_over(self.cache).check_and_record(key)
         if key in self._keys:
             return True
         self._keys.add(key)
@@ -161,7 +161,7 @@ class Runner:
     def draw(self, step: RecordedStep, choice: Choice) -> Tensor:
         """Draw tokens from the last logits of a step, [B, 1]: uncaptured at first, then by a replay."""
         if choice.key not in step.draws:
-            drop_oldest(step.draws, _MOST)
+            drop_oldest(step.draws, _MAX_RECORDINGS)
             step.draws[choice.key] = None
             # The draw has run before, in uncaptured steps, so only the recording failed.
             with suppress(Exception):
@@ -195,7 +195,7 @@ class Runner:
         input_ids = begin(self.cache, position, tokens, source)
         if input_ids is None:
             return None
-        step.again()
+        step.replay_in_place()
         return step, input_ids
 
     def _begin(self, model: Any) -> bool:
@@ -258,7 +258,7 @@ class Runner:
                 step = RecordedStep(
                     recorder,
                     inputs,
-                    lambda places: model(**put_together(arguments, places, cache.constants)),
+                    lambda buffers: model(**put_together(arguments, buffers, cache.constants)),
                     outputs,
                     cache,
                     self._ranks.group,
@@ -275,7 +275,7 @@ class Runner:
             # The layers may have run different experts implementations; the next step is recorded.
             return outputs
         # Every number of drafts needs its own recording.
-        drop_oldest(cache.recordings, _MOST + cache.longest_step - 1)
+        drop_oldest(cache.recordings, _MAX_RECORDINGS + cache.longest_step - 1)
         cache.recordings[key] = step
         self._state.recorded, self._state.routes = self._state.recorded + 1, step.routes
         return outputs
@@ -318,7 +318,7 @@ class Runner:
 
     def _compare(self, step: RecordedStep, model: Any, arguments: Mapping[str, Any], inputs: Inputs) -> Any:
         """Replay the step and run it uncaptured. Returns the uncaptured result; the cache has its keys and values."""
-        alarm = step.schedule.proven and not self._ranks.all(not step.alarm.rang())
+        alarm = step.schedule.proven and not self._ranks.all(not step.alarm.triggered())
         reachable = min(self._in_a_row, comparison.reach(self.cache, arguments))
         back = reachable if alarm else min(reachable, BACK)
         switches = self._state.switches
@@ -340,7 +340,7 @@ class Runner:
             return result.outputs
         if alarm and (back < self._unproven or result.finite):
             self._take_back(step, _NOT_FINITE, model, result.operators)
-        if not self._ranks.all(not step.alarm.rang()):
+        if not self._ranks.all(not step.alarm.triggered()):
             # The uncaptured steps also return values that are not finite.
             step.alarm.ignored = True
         if step.schedule.proven:
@@ -384,7 +384,7 @@ def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
     if not steps:
         return None
     ranks = Agreement(model)
-    if ranks.all(not any(step.alarm.rang() for step in steps)):
+    if ranks.all(not any(step.alarm.triggered() for step in steps)):
         return None
     unproven = sum(step.schedule.in_call for step in steps)
     incident.keep(model, reason=_NOT_FINITE, operators=0, replays=steps[-1].schedule.replays, unproven=unproven)

@@ -10,7 +10,7 @@ _ENTRY = "seen"
 
 # The largest number of keys in each dict. A key belongs to one state of the model, and a model may have any number of
 # states, for example if adapters are loaded and deleted.
-_MOST = 256
+_MAX_KEYS = 256
 
 
 class Seen:
@@ -20,7 +20,7 @@ class Seen:
         self._replayed: dict[tuple[int | None, int], Hashable] = {}
         self._verified: dict[Hashable, bool] = {}
 
-    def replay(self, state: int | None, tokens: int, key: Hashable) -> None:
+    def record_replay(self, state: int | None, tokens: int, key: Hashable) -> None:
         """Record that a step of this many tokens with resident inputs was replayed.
 
         state: the number of the model's fingerprint.
@@ -31,7 +31,7 @@ class Seen:
         """The key of the last such step, or None."""
         return self._replayed.get((state, tokens))
 
-    def verify(self, key: Hashable) -> bool:
+    def check_and_record(self, key: Hashable) -> bool:
         """Return whether a step with this key has verified drafts before. Later calls with this key return True."""
         if key in self._verified:
             return True
@@ -50,5 +50,5 @@ def seen_over(cache: Any) -> Seen:
 def _keep(keys: dict[Any, Any], key: Hashable, value: Hashable) -> None:
     """Set a value, and drop the oldest one if there are too many."""
     keys[key] = value
-    if len(keys) > _MOST:
+    if len(keys) > _MAX_KEYS:
         del keys[next(iter(keys))]

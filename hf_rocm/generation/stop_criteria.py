@@ -60,7 +60,7 @@ class _Criteria(StoppingCriteriaList):
         self._stock = stock
         self._tokens = tokens
         self.rows: Rows | None = None
-        self._ends: Unchanged | None = None  # the end tokens
+        self._ends: Unchanged | None = None  # the EOS tokens
         self._set: frozenset[int] = frozenset()  # the same tokens as a set
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
@@ -95,11 +95,11 @@ class _Criteria(StoppingCriteriaList):
         return acting[0] if acting else None
 
     def _only_reads(self) -> bool:
-        """Whether all criteria are transformers' unchanged ones for lengths and end tokens, which only read tokens."""
+        """Whether all criteria are transformers' unchanged ones for lengths and EOS tokens, which only read tokens."""
         return all(type(one) in (MaxLengthCriteria, EosTokenCriteria) for one in self._stock) and _skipped().holds()
 
     def ends(self, length: int) -> Tensor | None | Literal[False]:
-        """The end tokens that end a row of this length; None if no row ends, False if `_acting` returns False."""
+        """The EOS tokens that end a row of this length; None if no row ends, False if `_acting` returns False."""
         criterion = self._acting(length)
         return criterion.eos_token_id if isinstance(criterion, EosTokenCriteria) else criterion
 
@@ -109,7 +109,7 @@ class _Criteria(StoppingCriteriaList):
         return self._none
 
     def _goes_on(self, criterion: EosTokenCriteria, input_ids: Tensor) -> bool:
-        """Whether the last token is known on the host and is not an end token."""
+        """Whether the last token is known on the host and is not an EOS token."""
         last = None if self._tokens is None else self._tokens.last(input_ids)
         if last is None:
             return False

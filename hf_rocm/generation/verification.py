@@ -3,7 +3,7 @@
 The loop converts the logits of a step to fp32, copies them, and compares the drafts with the tokens that have the
 largest logits, in a dozen small kernels; then it waits for the device whenever it uses the number of accepted drafts. A
 recorded step also finds the tokens with the largest logits. The loop handles stand-ins for the logits and the tokens:
-the tokens are copied to the host once, and are compared with the drafts and the end tokens there. Any other use of a
+the tokens are copied to the host once, and are compared with the drafts and the EOS tokens there. Any other use of a
 stand-in computes the tensor.
 
 This applies only to greedy decoding in the unchanged loop, without logits processors, `synced_gpus` or
@@ -206,7 +206,7 @@ class _Compared(StandIn):
 
 
 class _Searched(_Compared):
-    """Tokens that the loop searches for end tokens, [N]."""
+    """Tokens that the loop searches for EOS tokens, [N]."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -217,7 +217,7 @@ class _Searched(_Compared):
 
 
 class _Accepted(_Compared):
-    """The tokens that the loop appends, [1, N]. They are searched for end tokens on the host."""
+    """The tokens that the loop appends, [1, N]. They are searched for EOS tokens on the host."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

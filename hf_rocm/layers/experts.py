@@ -22,7 +22,7 @@ from hf_rocm.layers.mlp import activation_of, child
 from hf_rocm.layers.norm import is_plain
 from hf_rocm.layers.weight_group import SLOT
 from hf_rocm.ops.linear import exporting
-from hf_rocm.ops.moe import most_pairs
+from hf_rocm.ops.moe import max_pairs
 from hf_rocm.ops.routing import one_kernel
 from hf_rocm.overlay.replacements import unchanged
 
@@ -231,7 +231,7 @@ def _interface_reason(module: Any, x: Tensor, ids: Tensor) -> str | None:
     """Return why this call of transformers' experts interface is left to stock, or None."""
     selected = getattr(getattr(module, "config", None), "_experts_implementation", "grouped_mm")
     if selected == "batched_mm":
-        if x.device.type == "cpu" or ids.numel() > most_pairs(x):
+        if x.device.type == "cpu" or ids.numel() > max_pairs(x):
             return "the experts implementation 'batched_mm' is served only on a GPU and only for a few tokens"
     elif selected != "grouped_mm":
         return f"the experts implementation {selected!r} is selected, but only 'grouped_mm' and 'batched_mm' are served"

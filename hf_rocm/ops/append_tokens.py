@@ -1,6 +1,6 @@
 """append_tokens: the bookkeeping of transformers' sampling loop after a step, in one operation.
 
-Rows that have ended get the padding token, the tokens are appended, and rows that reach an end token end. transformers
+Rows that have ended get the padding token, the tokens are appended, and rows that reach an EOS token end. transformers
 computes this in five to eleven kernels per step, between two recorded steps.
 """
 

@@ -54,10 +54,10 @@ def argmax(logits: Tensor) -> Tensor:
     parts = math.gcd(count, ROWS)
     if parts == 1:
         return logits.argmax(-1)
-    values, places = logits.unflatten(-1, (parts, count // parts)).max(-1)
+    values, indices = logits.unflatten(-1, (parts, count // parts)).max(-1)
     # The first of several equal values, as in one stage.
     part = values.argmax(-1, keepdim=True)
-    return (places.gather(-1, part) + part * (count // parts)).squeeze(-1)
+    return (indices.gather(-1, part) + part * (count // parts)).squeeze(-1)
 
 
 def torch_finish_step(call: FinishStepCall) -> tuple[Tensor, ...]:

@@ -74,7 +74,7 @@ def specification(call: ExpertsCall) -> tuple[object, ...]:
     tensors = (x, gate_up, down, call.weights, call.gate_up_bias, call.down_bias)
     grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     dtype, weight_dtype, device = x.dtype, gate_up.dtype, x.device
-    experts, top = gate_up.shape[0], ids.shape[1]
+    experts, top_k = gate_up.shape[0], ids.shape[1]
     hidden, intermediate = down.shape[1:]
     if form.transposed:
         hidden, intermediate = intermediate, hidden
@@ -88,7 +88,7 @@ def specification(call: ExpertsCall) -> tuple[object, ...]:
         experts,
         hidden,
         intermediate,
-        top,
+        top_k,
         activation,
         bias,
         transposed,
@@ -108,7 +108,7 @@ def _bound(pairs: int) -> int:
     return MANY
 
 
-def most_pairs(x: Tensor) -> int:
+def max_pairs(x: Tensor) -> int:
     """The largest number of token-expert pairs for which inputs like x [T, H] are served without a grouped GEMM.
 
     A grouped GEMM may synchronise with the host, which prevents recording. While torch.compile or torch.export
@@ -124,7 +124,7 @@ def most_pairs(x: Tensor) -> int:
 def kind(spec: ExpertsSpec) -> ExpertsSpec:
     """A smaller specification whose sizes have the same remainders modulo the block sizes of hf_rocm's kernels."""
     return spec._replace(
-        experts=min(spec.experts, max(4, spec.top)),
+        experts=min(spec.experts, max(4, spec.top_k)),
         hidden=smaller(spec.hidden, 512, 512),
         intermediate=smaller(spec.intermediate, 1024, 512),
         pairs=MANY,
@@ -150,7 +150,7 @@ def cases(spec: ExpertsSpec) -> Iterator[Case]:
     for tokens in (LENGTH, LONG) if spec.grad else (1, LENGTH, LONG):
         scores = draw(tokens, spec.experts).float()
         scores[:, -1] = -torch.inf
-        chosen, ids = (part[:, : spec.top] for part in scores.sort(descending=True))
+        chosen, ids = (part[:, : spec.top_k] for part in scores.sort(descending=True))
         weights = chosen.nan_to_num(neginf=-9.0).softmax(-1).to(spec.dtype)
         yield Case((draw(tokens, spec.hidden), *stacked, ids, weights, *biases), (form,))
 

@@ -73,7 +73,7 @@ def specification(call: Mxfp4Call) -> tuple[object, ...]:
     floating = (x, call.weights, call.gate_up_bias, call.down_bias)
     grad = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in floating)
     dtype, weight_dtype, device = x.dtype, gate_up.dtype, x.device
-    experts, top = gate_up.shape[0], ids.shape[1]
+    experts, top_k = gate_up.shape[0], ids.shape[1]
     hidden, intermediate = down.shape[1], down.shape[2] * BLOCK
     activation, bias, transposed, interleaved, weigh_input = (
         call.activation,
@@ -93,7 +93,7 @@ def specification(call: Mxfp4Call) -> tuple[object, ...]:
         experts,
         hidden,
         intermediate,
-        top,
+        top_k,
         activation,
         bias,
         transposed,
@@ -187,7 +187,7 @@ def cases(spec: ExpertsSpec) -> Iterator[Case]:
     for tokens in (1, LENGTH):
         scores = draw(tokens, spec.experts).float()
         scores[:, -1] = -torch.inf
-        chosen, ids = (part[:, : spec.top] for part in scores.sort(descending=True))
+        chosen, ids = (part[:, : spec.top_k] for part in scores.sort(descending=True))
         weights = chosen.nan_to_num(neginf=-9.0).softmax(-1).to(spec.dtype)
         x = draw(tokens, spec.hidden)
         tensors = x, gate_up, gate_up_scales, biases[0], down, down_scales, biases[1], ids, weights

@@ -57,12 +57,12 @@ def shuffled_experts(
     return result
 
 
-def aiter_refuses(gate_up: Tensor, down: Tensor, top: int) -> str | None:
+def aiter_refuses(gate_up: Tensor, down: Tensor, top_k: int) -> str | None:
     """The reason why no aiter kernel uses shuffled copies of these weights on their device, as a sentence, or None."""
     n, k = gate_up.shape[1:]
     if gate_up.element_size() != 2 or n % ROWS or k % COLUMNS or down.shape[1] % ROWS or down.shape[2] % COLUMNS:
         return f"only 16-bit weights with N a multiple of {ROWS} and K a multiple of {COLUMNS} can be shuffled"
-    ids = torch.zeros(1, top, dtype=torch.int64, device=gate_up.device)
+    ids = torch.zeros(1, top_k, dtype=torch.int64, device=gate_up.device)
     with torch.no_grad():
         spec = specification(ExpertsCall(gate_up[0, :1], gate_up, down, ids, ids.to(torch.float32), None, None, PLAIN))
     choice = _operation.choose(spec)

@@ -101,13 +101,13 @@ class _Order:
 
     def __init__(self, call: ExpertsCall) -> None:
         ids, experts = call.ids, call.gate_up.shape[0]
-        self.tokens, self.top = ids.shape
-        self.sorted_ids, self.places = ids.flatten().sort(stable=True)
+        self.tokens, self.top_k = ids.shape
+        self.sorted_ids, self.indices = ids.flatten().sort(stable=True)
         self.all_ids = torch.arange(experts, device=ids.device, dtype=ids.dtype)
 
     def rows(self, call: ExpertsCall) -> tuple[Tensor, Tensor | None]:
         """x [S, H] in the order of the experts, and the weights [S] that must still be applied, or None."""
-        rows, row_weights = call.x[self.places // self.top], call.weights.flatten()[self.places]
+        rows, row_weights = call.x[self.indices // self.top_k], call.weights.flatten()[self.indices]
         if call.form.weigh_input:
             return (rows * row_weights[:, None]).to(call.x.dtype), None
         return rows, row_weights
@@ -116,9 +116,9 @@ class _Order:
         """Multiply the outputs [S, H] by the weights, restore the order of the tokens, and sum: [T, H]."""
         if row_weights is not None:
             out = out * row_weights[:, None]
-        back = torch.empty_like(self.places)
-        back[self.places] = torch.arange(len(self.places), device=back.device)
-        return out[back].view(self.tokens, self.top, -1).sum(1).to(dtype)
+        back = torch.empty_like(self.indices)
+        back[self.indices] = torch.arange(len(self.indices), device=back.device)
+        return out[back].view(self.tokens, self.top_k, -1).sum(1).to(dtype)
 
 
 def gathered_refuses(spec: ExpertsSpec, device: Device) -> str | None:
@@ -136,8 +136,8 @@ def gathered_refuses(spec: ExpertsSpec, device: Device) -> str | None:
 def gathered(call: ExpertsCall) -> Tensor:
     """Copy the expert's weights for every token-expert pair, and run batched GEMMs on the copies. For few tokens."""
     x, ids, form = call.x, call.ids, call.form
-    (tokens, top), chosen = ids.shape, ids.flatten()
-    rows = x[:, None].expand(tokens, top, x.shape[1]).reshape(tokens * top, 1, x.shape[1])
+    (tokens, top_k), chosen = ids.shape, ids.flatten()
+    rows = x[:, None].expand(tokens, top_k, x.shape[1]).reshape(tokens * top_k, 1, x.shape[1])
     scales = call.weights.reshape(-1, 1)
     if form.weigh_input:
         rows = (rows * scales[..., None]).to(x.dtype)
@@ -151,7 +151,7 @@ def gathered(call: ExpertsCall) -> Tensor:
     out = project(gated, call.down, call.down_bias).squeeze(1)
     if not form.weigh_input:
         out = out * scales
-    return out.view(tokens, top, -1).sum(1).to(x.dtype)
+    return out.view(tokens, top_k, -1).sum(1).to(x.dtype)
 
 
 def sorted_loop(call: ExpertsCall) -> Tensor:
@@ -171,8 +171,8 @@ def eager(call: ExpertsCall) -> Tensor:
     x, weights = call.x, call.weights
     total = torch.zeros(x.shape, dtype=torch.promote_types(x.dtype, weights.dtype), device=x.device)
     for expert in range(call.gate_up.shape[0]):
-        tokens, places = torch.where(call.ids == expert)
-        scale = weights[tokens, places, None]
+        tokens, slots = torch.where(call.ids == expert)
+        scale = weights[tokens, slots, None]
         rows = (x[tokens] * scale).to(x.dtype) if call.form.weigh_input else x[tokens]
         out = _run_expert(call, expert, rows)
         total = total.index_add(0, tokens, (out if call.form.weigh_input else out * scale).to(total.dtype))

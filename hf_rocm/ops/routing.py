@@ -125,7 +125,7 @@ def _cases(spec: RoutingSpec) -> Iterator[Case]:
         if spec.biased:
             bias = (torch.arange(spec.experts, device=spec.device) % 3).to(torch.float32) * 0.25
         further = (spec.groups, spec.chosen_groups, spec.best, spec.normalise, 1e-20, 2.5, spec.weight_dtype)
-        yield Case((logits, bias), (spec.top, spec.scores, *further))
+        yield Case((logits, bias), (spec.top_k, spec.scores, *further))
 
 
 _operation = Operation("choose_experts", RoutingSpec, _cases, family="experts", terms=RoutingCall, recorded=(0,))

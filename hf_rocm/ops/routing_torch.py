@@ -13,7 +13,7 @@ SCORES = (SOFTMAX, SIGMOID, CHOSEN)
 
 def stock(call: RoutingCall, *, stable: bool = False) -> tuple[Tensor, Tensor]:
     """The operations of the stock routers. stable: choose by a stable sort instead of `torch.topk`."""
-    logits, top = call.logits, call.top
+    logits, top_k = call.logits, call.top_k
     wide = torch.promote_types(logits.dtype, torch.float32)
     if call.scores == SOFTMAX:
         values = logits.softmax(-1, dtype=wide)
@@ -27,7 +27,7 @@ def stock(call: RoutingCall, *, stable: bool = False) -> tuple[Tensor, Tensor]:
         sums = _largest(grouped, call.best, stable)[0].sum(-1)
         kept = torch.zeros_like(sums).scatter(-1, _largest(sums, call.chosen_groups, stable)[1], 1.0)
         choice = grouped.masked_fill(kept.unsqueeze(-1) == 0, -torch.inf).flatten(-2)
-    ids = _largest(choice, top, stable)[1]
+    ids = _largest(choice, top_k, stable)[1]
     weights = values.gather(-1, ids)
     if call.scores == CHOSEN:
         weights = weights.to(wide).softmax(-1)
@@ -47,5 +47,5 @@ def _largest(values: Tensor, count: int, stable: bool) -> tuple[Tensor, Tensor]:
     if not stable:
         largest = values.topk(count, dim=-1)
         return largest.values, largest.indices
-    ordered, places = values.sort(dim=-1, descending=True, stable=True)
-    return ordered[..., :count], places[..., :count]
+    ordered, indices = values.sort(dim=-1, descending=True, stable=True)
+    return ordered[..., :count], indices[..., :count]

@@ -72,7 +72,7 @@ def _locked(path: Path, flags: int, timeout: float, notices: list[str]) -> Itera
         yield
     finally:
         stack.close()
-        # The lock is released in any case, and the files are written.
+        # An error from close must not replace the result of the block; the lock is released in any case.
         with suppress(OSError):
             os.close(descriptor)
 

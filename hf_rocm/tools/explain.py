@@ -36,7 +36,7 @@ from hf_rocm.tools.linears import linears
 from hf_rocm.tools.specifications import device_of, specifications
 from hf_rocm.tools.tuning.coverage import tuning_of
 from hf_rocm.weights import kinds
-from hf_rocm.weights.prefused import joined_already
+from hf_rocm.weights.prefused import fused_in_checkpoint
 from hf_rocm.weights.quantize import REPORT as QUANTIZATION
 from hf_rocm.weights.quantize import summary
 from hf_rocm.weights.tensor_parallel import mesh_of
@@ -197,7 +197,7 @@ def _part(cls: type, modules: list[nn.Module], covered: set[int]) -> Part:
         group=_label(binding, modules[0]),
         fused=sum(reason is None for reason in reasons),
         not_fused=dict(Counter(reason for reason in reasons if reason is not None)),
-        joined=tuple(dict.fromkeys(name for module in active for name in joined_already(module))),
+        joined=tuple(dict.fromkeys(name for module in active for name in fused_in_checkpoint(module))),
         gradients=current != reasons,
         stayed_stock=dict(Counter(reason for module in active if (reason := noted(module)) is not None)),
         stock_because=bind.refused(cls) or next(filter(None, map(implementation_replaced, active)), None),

@@ -127,7 +127,7 @@ def _of_experts(module: nn.Module) -> Iterator[Specification]:
     down: Any = module._parameters["down_proj"] if group is None else group.down
     activation = activation_of(getattr(module, "act_fn", None) if group is None else group.activation)
     config: Any = getattr(module, "config", None)
-    top = int(getattr(module, "top_k", 0) or getattr(config, "num_experts_per_tok", 1))
+    top_k = int(getattr(module, "top_k", 0) or getattr(config, "num_experts_per_tok", 1))
     transposed = gate_up.shape[1:] != (2 * down.shape[2], down.shape[1])
     hidden, intermediate = down.shape[:0:-1] if transposed else down.shape[1:]
     biased = group.gate_up_bias is not None if group else "gate_up_proj_bias" in module._parameters
@@ -139,7 +139,7 @@ def _of_experts(module: nn.Module) -> Iterator[Specification]:
             experts=len(gate_up),
             hidden=hidden,
             intermediate=intermediate,
-            top=top,
+            top_k=top_k,
             activation=activation or "clamped_swiglu",
             bias=biased,
             transposed=transposed,
@@ -150,4 +150,4 @@ def _of_experts(module: nn.Module) -> Iterator[Specification]:
             traced=False,
             grad=False,
         )
-        yield "experts", f"{situation}, {top} of {len(gate_up)}, {hidden} × {intermediate}", tuple(spec)
+        yield "experts", f"{situation}, {top_k} of {len(gate_up)}, {hidden} × {intermediate}", tuple(spec)

@@ -65,18 +65,18 @@ class Mxfp4Experts(nn.Module):
         blocks, scales, bias = self.packed(name)
         return blocks, scales, None if bias is None else bias.to(x.dtype)
 
-    def specification(self, top: int) -> ExpertsSpec:
-        """The specification of a call with one token, which uses `top` experts."""
+    def specification(self, top_k: int) -> ExpertsSpec:
+        """The specification of a call with one token, which uses `top_k` experts."""
         x = torch.empty(0, dtype=self.dtype, device=self.packed(DOWN)[0].device)
-        return ExpertsSpec(*specification(self._call(x, torch.empty(1, top), x)))  # type: ignore[arg-type]
+        return ExpertsSpec(*specification(self._call(x, torch.empty(1, top_k), x)))  # type: ignore[arg-type]
 
 
 def specifications(model: nn.Module) -> Iterator[tuple[str, ExpertsSpec]]:
     """Yield (situation, specification) for the calls of the prepared experts."""
-    top = getattr(getattr(model, "config", None), "num_experts_per_tok", 1)
+    top_k = getattr(getattr(model, "config", None), "num_experts_per_tok", 1)
     for module in model.modules():
         if isinstance(module, Mxfp4Experts) and module.prepared:
-            spec = module.specification(top)
-            sizes = f"{top} of {spec.experts}, {spec.hidden} × {spec.intermediate}"
+            spec = module.specification(top_k)
+            sizes = f"{top_k} of {spec.experts}, {spec.hidden} × {spec.intermediate}"
             yield f"decode, {sizes}", spec
             yield f"prefill, {sizes}", spec._replace(pairs=MANY)

@@ -228,7 +228,7 @@ def _quantize_experts(
     assert encoding.experts is not None
     unshuffle(experts)
     layer = encoding.experts(experts, warns=warns)
-    spec = layer.specification(top=2)
+    spec = layer.specification(top_k=2)
     sample = _sample(experts.down_proj.new_empty(0, spec.hidden))
     ids = torch.arange(2 * len(sample), device=sample.device).view(-1, 2) % spec.experts
     weights = torch.full_like(ids, 0.5, dtype=sample.dtype)

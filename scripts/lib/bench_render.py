@@ -25,7 +25,7 @@ COLUMNS = {
     "hf_rocm": "**hf_rocm**",
 }
 
-ALONE = "recorded step alone, × floor"
+ALONE = "recorded step alone, × roofline"
 
 # Heading → the segments whose cases are listed under it.
 TABLES = {
@@ -106,7 +106,7 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
 
     results = [(segment, result) for segment in segments for result in segment.results]
     sides = [side for side in COLUMNS if any(timing.side == side for _, result in results for timing in result.timings)]
-    ratios = ["× floor", "× stock", *(["× compiled"] if {"compile", "reduce-overhead"} & set(sides) else [])]
+    ratios = ["× roofline", "× stock", *(["× compiled"] if {"compile", "reduce-overhead"} & set(sides) else [])]
     if any(timing.replay for _, result in results for timing in result.timings):
         ratios.append(ALONE)
     several = len({segment.model["name"] for segment in segments}) > 1
@@ -115,7 +115,7 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
         medians = {timing.side: milliseconds(timing.unit.median) for timing in result.timings}
         gained, least = gains(result), result.floor.milliseconds
         row = {
-            "× floor": f"{1 / gained['the floor']:.2f}" if "the floor" in gained else "",
+            "× roofline": f"{1 / gained['the roofline']:.2f}" if "the roofline" in gained else "",
             "× stock": f"{gained['stock']:.2f}" if "stock" in gained else "",
             ALONE: next((f"{timing.replay / least:.2f}" for timing in result.timings if timing.replay), ""),
             "× compiled": f"{gained['stock with torch.compile']:.2f}" if "stock with torch.compile" in gained else "",
@@ -137,7 +137,7 @@ def times(segments: Sequence[Any]) -> Iterator[str]:
     rounds = _from_to([segment.rounds for segment in segments], str)
     copy_rates = _from_to([segment.rates.copy for segment in segments], lambda rate: f"{large(rate)}B/s")
     matmul_rates = _from_to([segment.rates.matmul for segment in segments], lambda rate: f"{large(rate)}FLOP/s")
-    yield markdown(("", "floor", *(COLUMNS[side] for side in sides), *ratios), rows)
+    yield markdown(("", "roofline", *(COLUMNS[side] for side in sides), *ratios), rows)
     yield ""
     yield (
         f"{_unit([result.case for _, result in results])}, "
@@ -229,7 +229,7 @@ def kernels(segment: Any) -> Iterator[str]:
                 f"{timed[0]['implementation']}, {100 * timed[0]['share']:.0f} %" if timed else "",
             )
         )
-    yield markdown(("", "floor, µs", *_TIERS, "fastest, share of the floor's rate"), rows)
+    yield markdown(("", "roofline, µs", *_TIERS, "fastest, share of the roofline's rate"), rows)
     yield ""
     yield "µs on the device, the fastest implementation of each tier."
     if routed:

@@ -32,8 +32,8 @@ def test_a_run_prints_its_tables_and_writes_its_files(tmp_path, capsys):
     captured = capsys.readouterr()
     assert "forced without ROCm" in captured.out and "measured in this run" in captured.out
     assert (
-        "decode, batch 1, prompt 8, 4 new tokens: floor" in captured.out
-        and "prefill, 1 × 8 tokens: floor" in captured.out
+        "decode, batch 1, prompt 8, 4 new tokens: roofline" in captured.out
+        and "prefill, 1 × 8 tokens: roofline" in captured.out
     )
     assert captured.out.count("\nstock ") == 2 and captured.out.count("\nhf_rocm ") == 2
     assert "uncaptured: the model is on the CPU" in captured.out
@@ -92,7 +92,7 @@ def test_ops_lists_timed_implementations_and_the_refused_ones_only_on_request(ca
     arguments = ["--config", "small", "--device", "cpu", "--op", "rms_norm", "--rows", "2"]
     assert main(["bench", "ops", *arguments]) == 0
     captured = capsys.readouterr()
-    assert "rms_norm: 2 × 256, floor" in captured.out and "torch: F.rms_norm" in captured.out
+    assert "rms_norm: 2 × 256, roofline" in captured.out and "torch: F.rms_norm" in captured.out
     assert "aiter" not in captured.out + captured.err.replace("note", "")
     assert main(["bench", "ops", *arguments, "--refused", "--json"]) == 0
     assert {kernel["operation"] for kernel in json.loads(capsys.readouterr().out)["kernels"]} == {"rms_norm"}
@@ -151,8 +151,8 @@ def _checkpoint(folder, model_type, auto, **changes):
 @pytest.mark.parametrize(
     ("model_type", "auto", "title"),
     [
-        ("bert", "AutoModelForMaskedLM", "encoder, batch 1, 8 tokens: floor"),
-        ("vit", "AutoModelForImageClassification", "encoder, batch 1: floor"),
+        ("bert", "AutoModelForMaskedLM", "encoder, batch 1, 8 tokens: roofline"),
+        ("vit", "AutoModelForImageClassification", "encoder, batch 1: roofline"),
     ],
 )
 def test_the_forwards_of_an_encoder_checkpoint_are_timed(model_type, auto, title, tmp_path, capsys):

@@ -99,7 +99,7 @@ def test_a_misspelt_variable_causes_a_warning_on_stderr(
 
 def test_strict_requires_verified_files(check: Callable[..., Outcome], site: Site) -> None:
     site.forget_record()
-    site.release(next_release(site.installation.version))
+    site.set_release(next_release(site.installation.version))
     site.model("llama").write_bytes(site.model("llama").read_bytes() + b"# newer\n")
     install(["llama"], transformers_path=site.path)
     assert check("llama").code == 0
@@ -131,7 +131,7 @@ def test_a_refusal_exits_with_one_and_prints_the_whole_error(check: Callable[...
     refused = check("mistrall", "--json")
     assert refused.code == 1
     assert json.loads(refused.out)["hint"] and "mistrall" in refused.err
-    site.release("6.1.0")
+    site.set_release("6.1.0")
     assert check().code == 1
 
 

@@ -119,13 +119,13 @@ def one_byte(site: Site) -> Path:
 
 
 def unknown_release(site: Site) -> Path:
-    site.release("6.1.0")
+    site.set_release("6.1.0")
     return site.root / "__init__.py"
 
 
 def changed_digest(site: Site) -> Path:
     site.forget_record()
-    site.release(next_release(site.installation.version))
+    site.set_release(next_release(site.installation.version))
     file = site.model("llama")
     file.write_text(file.read_text().replace("class LlamaMLP(nn.Module):", "class LlamaMLP(nn.Module):\n    new = 1\n"))
     return file

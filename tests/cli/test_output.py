@@ -23,7 +23,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def terminal_of(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def use_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Make both streams terminals with colours."""
     stream = Terminal()
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
@@ -89,7 +89,7 @@ def test_a_long_line_continues_below_its_last_column_or_with_a_deeper_indent(
 
 
 def test_a_terminal_has_colours_unless_no_color_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = terminal_of(monkeypatch)
+    terminal = use_terminal(monkeypatch)
     output.print_table(("installed",), [("yes",)])
     assert output.styled("error:", "error", terminal).startswith("\033[1;31m")
     assert "\033[32myes" in terminal.getvalue()
@@ -105,7 +105,7 @@ def test_errors_are_wrapped_on_a_terminal_and_whole_in_a_pipe(
     error = OptionError("some words " * 10, facts={"file": "x " * 60}, hint="other words " * 10)
     output.print_error(error)
     assert max(map(len, capsys.readouterr().err.splitlines())) > 100
-    terminal = terminal_of(monkeypatch)
+    terminal = use_terminal(monkeypatch)
     monkeypatch.setenv("NO_COLOR", "1")
     output.print_error(error)
     shown = re.sub(r"\033\[\d*m", "", terminal.getvalue())
@@ -114,7 +114,7 @@ def test_errors_are_wrapped_on_a_terminal_and_whole_in_a_pipe(
 
 
 def test_progress_is_one_line_on_a_terminal_and_erased(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = terminal_of(monkeypatch)
+    terminal = use_terminal(monkeypatch)
     with Progress("files read") as progress:
         progress.count(1, 2)
         progress.count(2, 2)

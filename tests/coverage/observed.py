@@ -28,14 +28,14 @@ from hf_rocm.layers.fallback_reasons import noted
 from hf_rocm.loading.prepare import report_of
 from hf_rocm.overlay import bind, catalog
 from hf_rocm.weights import fuse
-from hf_rocm.weights.prefused import joined_already
+from hf_rocm.weights.prefused import fused_in_checkpoint
 from tests.coverage import inputs
 from tests.coverage.case import Case
 
 FEATURES = (
     "attention", "fused QKV", "fused gate/up", "activation", "norm", "add+norm", "rope", "MoE", "recorded",
 )  # fmt: skip
-YES, JOINED, NONE = "yes", "joined in the checkpoint", "the model has none"
+YES, FUSED_IN_CHECKPOINT, NONE = "yes", "fused in the checkpoint", "the model has none"
 ATTENTION = {"attend_into_cache", "attention", "decode_attention", "varlen_attention"}
 GATES = re.compile(r"gate_proj|gate_up_proj|wi_0|w1|Wi|gate_linear|fc_gate")
 Row = dict[str, Any]
@@ -76,8 +76,8 @@ def merged(rows: Iterable[Row]) -> Row:
 
 
 def _rank(mark: str) -> int:
-    if mark in (YES, JOINED):
-        return (YES, JOINED).index(mark)
+    if mark in (YES, FUSED_IN_CHECKPOINT):
+        return (YES, FUSED_IN_CHECKPOINT).index(mark)
     return 2 if mark.startswith(YES) else 4 if mark == NONE else 3
 
 
@@ -130,7 +130,7 @@ def _support(
     operations_run = set().union(*ran.values()) if ran else set()
     names = {type(module).__name__ for module in modules}
     text = Path(str(module.__file__)).read_text(encoding="utf-8").split("# >>> hf-rocm")[0]
-    norms, moe_class = (
+    has_norm, has_experts = (
         any("RMSNorm" in name for name in names),
         any(re.search("Experts|SparseMoe|Moe?E$|MoE", name) for name in names),
     )
@@ -141,16 +141,16 @@ def _support(
         "fused QKV": _fused(attention_modules, classes),
         "fused gate/up": _fused([module for module in modules if type(module) in others], classes),
         "activation": _ran({"act_and_mul"}, operations_run, gated, "no operation of hf_rocm computes it"),
-        "norm": _ran({"rms_norm"}, operations_run, norms, "hf_rocm does not serve its kind of norm"),
+        "norm": _ran({"rms_norm"}, operations_run, has_norm, "hf_rocm does not serve its kind of norm"),
         "add+norm": _ran(
             {"add_rms_norm", "add_layer_norm"},
             operations_run,
-            norms or "rms_norm" in operations_run,
+            has_norm or "rms_norm" in operations_run,
             "the layer is not replaced, so the sum and the norm are two calls",
         ),
         "rope": _ran({"rope"}, operations_run, "rotary" in text, "hf_rocm does not serve its rotary embedding"),
         "MoE": _ran(
-            {"experts", "shuffled_experts"}, operations_run, moe_class, "hf_rocm does not serve its kind of experts"
+            {"experts", "shuffled_experts"}, operations_run, has_experts, "hf_rocm does not serve its kind of experts"
         ),
         "recorded": _recorded(model),
     }
@@ -163,8 +163,8 @@ def _support(
 
 def _attention(modules: list[nn.Module], attention_modules: list[nn.Module], attending: list[type]) -> str:
     kinds = {type(module) for module in modules if "Attention" in type(module).__name__}
-    requested = [*attention_modules, *(module for module in modules if type(module) in kinds)]
-    stayed = sorted({reason for options in requested if (reason := noted(options)) is not None})
+    candidates = [*attention_modules, *(module for module in modules if type(module) in kinds)]
+    stayed = sorted({reason for module in candidates if (reason := noted(module)) is not None})
     if stayed:
         return f"stock: {stayed[0]}"
     # a module that contains another attention, or has no linear layers, does not count as an unserved attention
@@ -205,7 +205,7 @@ def _fused(modules: list[nn.Module], classes: dict[type, list[Any]]) -> str:
         return YES
     if groups:
         return f"stock: {reasons[0]}" if len(reasons) == len(groups) else f"{YES}, except in some modules: {reasons[0]}"
-    return JOINED if any(joined_already(module) for module in modules) else NONE
+    return FUSED_IN_CHECKPOINT if any(fused_in_checkpoint(module) for module in modules) else NONE
 
 
 def _ran(operations: set[str], operations_run: set[str], has_feature: bool, reason: str) -> str:

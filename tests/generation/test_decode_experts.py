@@ -52,9 +52,9 @@ def test_a_recording_with_several_implementations_is_dropped(pair, monkeypatch):
 
     class Step(RecordedStep):
         def __init__(self, recorder, inputs, run, *rest):
-            def switched(places):
+            def switched(buffers):
                 with call_of_another_thread(prepared):
-                    return run(places)
+                    return run(buffers)
 
             steps.append(self)
             super().__init__(recorder, inputs, run if len(steps) > 1 else switched, *rest)

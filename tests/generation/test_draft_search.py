@@ -42,7 +42,7 @@ def test_all_drafts_are_returned_unless_the_search_is_adaptive():
 
 
 def test_searches_without_drafts_are_not_counted():
-    """There are no drafts if no token is repeated, or if the first draft is an end token."""
+    """There are no drafts if no token is repeated, or if the first draft is an EOS token."""
     tokens, drafts = [1, 9, 1], DraftSearch(adaptive=True)
     assert lengths(drafts, tokens, [1, 5, 6, 7, 1, 1]) == [0] * 6
     tokens = [1, 2, 1]

@@ -281,13 +281,13 @@ def test_the_capacity_is_sufficient_after_a_whole_step_was_removed():
 
 
 def test_the_number_of_keys_of_steps_is_limited(monkeypatch):
-    monkeypatch.setattr(seen, "_MOST", 3)
+    monkeypatch.setattr(seen, "_MAX_KEYS", 3)
     keys = seen.Seen()
     for state in range(5):
-        assert not keys.verify((state, "key")) and keys.verify((state, "key"))
-        keys.replay(state, 2, (state, "key"))
+        assert not keys.check_and_record((state, "key")) and keys.check_and_record((state, "key"))
+        keys.record_replay(state, 2, (state, "key"))
     assert [keys.key_of(state, 2) for state in range(5)] == [None, None, (2, "key"), (3, "key"), (4, "key")]
-    assert not keys.verify((0, "key")) and keys.key_of(4, 3) is None
+    assert not keys.check_and_record((0, "key")) and keys.key_of(4, 3) is None
 
 
 def test_numbers_of_a_models_states_are_not_reused():

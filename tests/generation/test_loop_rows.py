@@ -49,7 +49,7 @@ def stop_check(request):
 
 
 def ends_of(tokens, at):
-    """The new tokens of row 0 at these indices. As end tokens, they end the rows at different steps."""
+    """The new tokens of row 0 at these indices. As EOS tokens, they end the rows at different steps."""
     return [int(tokens[0, 7 + index]) for index in at]
 
 

@@ -23,7 +23,7 @@ from tests.generation.conftest import Streamer, alike_from_threads, assistant_of
 from tests.generation.test_user_caches import assert_caches_close, close
 
 NEW = 40
-# An end token beyond the vocabulary: stock before 5.0 fails without one.
+# An EOS token beyond the vocabulary: stock before 5.0 fails without one.
 NEVER = 61
 KINDS = ["llama", "mistral", "gemma2", "gemma3"]
 

@@ -231,7 +231,7 @@ def test_the_result_of_criteria_that_stop_nothing():
 
 def test_end_tokens_after_uncaptured_steps_end_calls_as_in_stock(pair):
     prepared, stock = pair()
-    # with these seeds, an uncaptured step accepts as many tokens as there are drafts, and the last one is an end token
+    # with these seeds, an uncaptured step accepts as many tokens as there are drafts, and the last one is an EOS token
     for seed in (1, 2):
         new = looked_up(stock, repeating(seed))[0, repeating(seed)["input_ids"].shape[1] :]
         for end in dict.fromkeys(new.tolist()):

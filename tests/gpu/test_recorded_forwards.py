@@ -51,12 +51,12 @@ def close(result, expected, dtype):
         torch.testing.assert_close(actual, reference, rtol=scale, atol=scale * float(reference.abs().max()))
 
 
-def assert_replayed(prepared, name, *, least):
+def assert_replayed(prepared, name, *, at_least):
     if name in COPIES:
         assert counted(prepared)[1] == 0 and any("copies between devices" in reason for reason in reasons(prepared))
         return
     assert known(prepared).disabled is None
-    assert counted(prepared)[1] >= least, (counted(prepared), reasons(prepared))
+    assert counted(prepared)[1] >= at_least, (counted(prepared), reasons(prepared))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -65,7 +65,7 @@ def test_random_calls_equal_stock(name):
     with options.override(pad_tokens=0):
         models, wrong = soak.differing(name, same=soak.close, device="cuda")
     assert wrong == []
-    assert_replayed(models.prepared, name, least=40)
+    assert_replayed(models.prepared, name, at_least=40)
 
 
 @pytest.mark.parametrize("name", padded_families())
@@ -73,7 +73,7 @@ def test_random_calls_equal_stock(name):
 def test_random_lengths_equal_stock(name):
     models, wrong = soak.differing(name, same=soak.close, lengths=range(4, 62), device="cuda")
     assert wrong == []
-    assert_replayed(models.prepared, name, least=40)
+    assert_replayed(models.prepared, name, at_least=40)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -83,7 +83,7 @@ def test_every_family_that_can_be_recorded_is_recorded(name):
         for padded in (0, 2):
             arguments = on_gpu(inputs(name, seed=seed, padded=padded))
             close(call(prepared, arguments), call(twin, arguments), torch.float32)
-    assert_replayed(prepared, name, least=3)
+    assert_replayed(prepared, name, at_least=3)
     assert name in COPIES or not reasons(prepared), reasons(prepared)
 
 

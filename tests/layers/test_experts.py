@@ -16,7 +16,7 @@ pytest.importorskip("transformers.integrations.moe", reason="not run: this trans
     ("most", "pairs", "served"), [(32, 32, True), (32, 34, False), (64, 64, True), (64, 66, False)]
 )
 def test_batched_experts_of_generate_are_served_for_few_pairs(most, pairs, served, monkeypatch):
-    monkeypatch.setattr(experts, "most_pairs", lambda x: most)
+    monkeypatch.setattr(experts, "max_pairs", lambda x: most)
     reason = interface_reason("batched_mm", torch.device("meta"), pairs)
     assert (reason is None) is served
     assert served or "for a few tokens" in str(reason)

@@ -43,7 +43,7 @@ class Site:
     def model(self, name: str) -> Path:
         return self.root / "models" / name / f"modeling_{name}.py"
 
-    def release(self, version: str) -> None:
+    def set_release(self, version: str) -> None:
         """Change the release as a package manager does, without changing any model."""
         file = self.root / "__init__.py"
         file.write_text(file.read_text().replace(self.installation.version, version))

@@ -124,7 +124,7 @@ def test_only_the_stock_part_of_an_installed_file_is_checked(forced: None, copie
 def test_an_unknown_release_and_an_unknown_model_are_refused(forced: None, copied_site: Site) -> None:
     with pytest.raises(OverlayError, match="no overlay for 'mistrall'"):
         activate("mistrall")
-    copied_site.release("6.1.0")
+    copied_site.set_release("6.1.0")
     with pytest.raises(OverlayError, match=r"transformers 6\.1\.0"):
         activate("llama")
 

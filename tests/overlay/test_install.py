@@ -126,7 +126,7 @@ def test_a_block_of_another_release_is_replaced(site: Site, monkeypatch: pytest.
     assert site.model("llama").read_bytes().startswith(stock)
 
 
-def test_a_reinstalled_transformers_is_not_reported_as_installed(site: Site, tmp_path: Path) -> None:
+def test_overlays_are_not_reported_as_installed_after_transformers_is_reinstalled(site: Site, tmp_path: Path) -> None:
     install(transformers_path=site.path)
     # like pip, remove the installed files, then unpack the wheel again
     fresh = make_site(tmp_path / "fresh")
@@ -245,15 +245,15 @@ def test_a_failure_at_any_call_undoes_the_run(site: Site, catalog: Catalog, comm
     compiled = Path(importlib.util.cache_from_source(str(site.model("bert"))))
     compiled.parent.mkdir()
     compiled.touch()
-    unharmed = Faulty()
-    execute(planned(site, catalog, command), disk=unharmed)
+    fault_free = Faulty()
+    execute(planned(site, catalog, command), disk=fault_free)
     assert hashes(site.path) != before
     install(transformers_path=site.path) if command == "uninstall" else uninstall(transformers_path=site.path)
     assert hashes(site.path) == before
-    assert unharmed.calls > 40
+    assert fault_free.calls > 40
     number = getattr(errno, code)
     undone = 0
-    for call in range(1, unharmed.calls + 1):
+    for call in range(1, fault_free.calls + 1):
         compiled.touch()
         try:
             execute(planned(site, catalog, command), disk=Faulty(call, lambda: OSError(number, os.strerror(number))))
@@ -261,15 +261,15 @@ def test_a_failure_at_any_call_undoes_the_run(site: Site, catalog: Catalog, comm
             undone += 1
             assert "everything was undone" in error.message, call
             assert os.strerror(number) in error.facts["found"], call
-        assert hashes(site.path) == before, f"call {call} of {unharmed.calls}"
-    assert undone == unharmed.calls
+        assert hashes(site.path) == before, f"call {call} of {fault_free.calls}"
+    assert undone == fault_free.calls
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_at_every_third_call_undoes_the_run(site: Site, catalog: Catalog, number: int) -> None:
     before = hashes(site.path)
-    unharmed = Faulty()
-    execute(planned(site, catalog, "install"), disk=unharmed)
+    fault_free = Faulty()
+    execute(planned(site, catalog, "install"), disk=fault_free)
     uninstall(transformers_path=site.path)
 
     class Signalled(Faulty):
@@ -280,7 +280,7 @@ def test_a_signal_at_every_third_call_undoes_the_run(site: Site, catalog: Catalo
             return value
 
     handler = signal.getsignal(number)
-    for call in range(1, unharmed.calls + 1, 3):
+    for call in range(1, fault_free.calls + 1, 3):
         with pytest.raises(Interrupted) as interrupted:
             execute(planned(site, catalog, "install"), disk=Signalled(call))
         assert interrupted.value.signal == number
@@ -289,7 +289,9 @@ def test_a_signal_at_every_third_call_undoes_the_run(site: Site, catalog: Catalo
 
 
 @pytest.mark.parametrize("command", [install, uninstall])
-def test_any_next_run_removes_the_files_of_a_killed_run(site: Site, command: Callable[..., Any]) -> None:
+def test_the_next_run_of_either_command_removes_the_files_of_a_killed_run(
+    site: Site, command: Callable[..., Any]
+) -> None:
     leftover = site.model("llama").with_name(f".modeling_llama.py.0123456789abcdef{LEFTOVER}")
     leftover.write_bytes(b"half")
     swap_file = site.model("llama").with_name(".modeling_llama.py.swp")

@@ -37,7 +37,7 @@ EDITS: dict[str, tuple[str, str, str]] = {
 def newer(site: Site, make: Callable[[str], Site]) -> Site:
     """Turn the site into an unknown release: every file differs, and some definitions have changed."""
     site.forget_record()
-    site.release(next_release(site.installation.version))
+    site.set_release(next_release(site.installation.version))
     for model in MODELS:
         text = site.model(model).read_text(encoding="utf-8")
         name, old, new = EDITS.get(model, ("", "", ""))
@@ -157,7 +157,7 @@ def test_many_changed_files_are_one_error_with_the_release_to_install(
 def test_many_changed_files_are_counted_by_check_version(
     newer: Site, catalog: Catalog, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    newer.release("5.99.0")
+    newer.set_release("5.99.0")
     path_option = ["--transformers-path", str(newer.path)]
     for module in (newer_release, check_version):
         monkeypatch.setattr(module, "LISTED", 2)

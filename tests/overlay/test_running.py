@@ -144,7 +144,7 @@ def test_forced_auto_models_run_hf_rocms_attention_with_unexpanded_keys_and_valu
 
 
 def test_without_hf_rocm_an_installed_overlay_is_stock(installed, checkpoints, stock):
-    """Simulates that hf-rocm was uninstalled while its blocks remained."""
+    """Simulate an environment in which hf-rocm was uninstalled but its blocks remain."""
     body = INERT.replace('facts["imported"]', "hidden")
     blocked_import = "import sys; sys.modules['hf_rocm'] = None\n"
     result = report(installed, checkpoints, body, blocked_import, HF_ROCM_FORCE="1")

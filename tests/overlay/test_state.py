@@ -37,7 +37,7 @@ def test_the_installed_transformers_is_verified_for_every_model(catalog: Catalog
 
 def test_known_digests_are_accepted_if_the_whole_file_is_unknown(site: Site, catalog: Catalog) -> None:
     site.forget_record()
-    site.release(next_release(site.installation.version))
+    site.set_release(next_release(site.installation.version))
     for model in MODELS:
         site.model(model).write_bytes(site.model(model).read_bytes() + b"# another release\n")
     assert {result.match for result in survey(site.installation, catalog)} == {Match.COMPATIBLE}
@@ -88,7 +88,7 @@ def test_other_line_endings_and_a_byte_order_mark_are_edits(site: Site, catalog:
 
 def test_a_changed_definition_is_named_with_its_digests(site: Site, catalog: Catalog) -> None:
     site.forget_record()
-    site.release(next_release(site.installation.version))
+    site.set_release(next_release(site.installation.version))
     edit(site, "class LlamaMLP(nn.Module):", "class LlamaMLP(nn.Module):\n    changed = True\n")
     result = state(site, catalog)
     assert result.match is Match.CHANGED
@@ -105,7 +105,7 @@ def test_a_changed_definition_is_named_with_its_digests(site: Site, catalog: Cat
 
 def test_a_removed_definition_counts_as_changed(site: Site, catalog: Catalog) -> None:
     site.forget_record()
-    site.release(next_release(site.installation.version))
+    site.set_release(next_release(site.installation.version))
     edit(site, "class LlamaMLP(", "class LlamaFeedForward(")
     error = state(site, catalog).mismatch()
     assert error is not None and "no such definition" in error.facts["found"]
@@ -113,7 +113,7 @@ def test_a_removed_definition_counts_as_changed(site: Site, catalog: Catalog) ->
 
 def test_a_file_with_a_syntax_error_counts_as_changed(site: Site, catalog: Catalog) -> None:
     site.forget_record()
-    site.release(next_release(site.installation.version))
+    site.set_release(next_release(site.installation.version))
     site.model("llama").write_bytes(b"def (:\n\x00")
     assert state(site, catalog).match is Match.CHANGED
 
@@ -127,7 +127,7 @@ def test_a_missing_file_counts_as_changed(site: Site, catalog: Catalog) -> None:
 
 @pytest.mark.parametrize("release", ["4.52.4", "6.1.0"])
 def test_an_unknown_release_is_refused_with_the_known_ranges(site: Site, catalog: Catalog, release: str) -> None:
-    site.release(release)
+    site.set_release(release)
     with pytest.raises(OverlayError) as refused:
         state(site, catalog)
     assert refused.value.facts["found"] == release
@@ -137,7 +137,7 @@ def test_an_unknown_release_is_refused_with_the_known_ranges(site: Site, catalog
 
 def test_a_block_in_an_unknown_release_is_unsupported(site: Site, catalog: Catalog) -> None:
     install(["llama"], transformers_path=site.path)
-    site.release("6.1.0")
+    site.set_release("6.1.0")
     (finding,) = survey(site.installation, catalog)
     assert (finding.installed, finding.match) == (Installed.OLD, Match.UNSUPPORTED)
 

@@ -81,7 +81,7 @@ def test_the_tables_show_the_segments(lib, tmp_path):
         "| decode, batch 1, prompt 1024, 128 new tokens | 4.00 | 16.00 | 8.00 | 7.00 | **5.00** | 1.25 | 3.20 | 1.40 |"
         in text
     )
-    assert "| × floor | × stock | recorded step alone, × floor |" in text
+    assert "| × roofline | × stock | recorded step alone, × roofline |" in text
     assert "| decode, batch 1, prompt 512, 64 new tokens | 4.00 | 16.00 | **5.00** | 1.25 | 3.20 | 1.15 |" in text
     assert "| prefill, 1 × 1024 tokens | 20.0 | 32.4 | **25.0** | 1.25 | 1.30 |" in text
     assert "| **hf_rocm** | 4.2 | 0.5 | 17.00 | 18.00 |" in text

@@ -11,7 +11,7 @@ from tests.overlay.test_scripts import load
 FEATURES = (
     "attention", "fused QKV", "fused gate/up", "activation", "norm", "add+norm", "rope", "MoE", "recorded",
 )  # fmt: skip
-NONE, JOINED = "the model has none", "joined in the checkpoint"
+NONE, FUSED_IN_CHECKPOINT = "the model has none", "fused in the checkpoint"
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def row(name: str, cases: tuple[str, ...] = (), **marks: str) -> dict[str, objec
 
 RECORDS = {
     "5.23.0": {
-        "phi3": row("phi3", QKV=JOINED),
+        "phi3": row("phi3", QKV=FUSED_IN_CHECKPOINT),
         "siglip": row("siglip", ("llava", "siglip"), gate=NONE, MoE=NONE),
         "whisper": row("whisper", QKV="stock: one of them has no bias"),
     },

@@ -114,8 +114,8 @@ def test_a_kernel_is_checked_in_a_child_before_its_first_use(monkeypatch, tmp_pa
 def _recording(requested):
     send = probe_worker.send
 
-    def recorded(question, timeout):
-        requested.append(question)
-        return send(question, timeout)
+    def recorded(request, timeout):
+        requested.append(request)
+        return send(request, timeout)
 
     return recorded

@@ -218,14 +218,14 @@ def test_gradients_are_refused_when_the_tier_is_named():
 def test_the_limit_of_pairs_depends_on_the_tier(tiers, most, monkeypatch):
     x = torch.empty(0, dtype=BF16)
     # Gradients are enabled, so no Triton kernel is used.
-    assert moe.most_pairs(x) == moe_torch.FEW
+    assert moe.max_pairs(x) == moe_torch.FEW
     with torch.no_grad():
         with options.override(tiers=tiers):
-            assert moe.most_pairs(x) == most
+            assert moe.max_pairs(x) == most
         # No Triton kernel serves float64 or the meta device.
-        assert moe.most_pairs(x.double()) == moe.most_pairs(x.to("meta")) == moe_torch.FEW
+        assert moe.max_pairs(x.double()) == moe.max_pairs(x.to("meta")) == moe_torch.FEW
         monkeypatch.setattr(probe, "_off", {("experts", "triton", experts.NAME, "bfloat16"): "its check failed"})
-        assert moe.most_pairs(x) == moe_torch.FEW
+        assert moe.max_pairs(x) == moe_torch.FEW
 
 
 def check(tensors: tuple[torch.Tensor, ...], keywords: dict[str, Any]) -> None:

@@ -130,7 +130,7 @@ def test_append_tokens(length, rows, ends, pad):
         ((torch.ones(2, 8, dtype=torch.int64).t(), *[torch.ones(8, dtype=torch.int64)] * 2), "contiguous"),
         ((torch.ones(2, 8, dtype=torch.int32), *[torch.ones(2, dtype=torch.int64)] * 2), "int64"),
         ((torch.ones(257, 1, dtype=torch.int64), *[torch.ones(257, dtype=torch.int64)] * 2), "at most 256"),
-        ((torch.ones(1, 1).long(), torch.ones(1).long(), torch.ones(1).long(), torch.arange(17)), "end tokens"),
+        ((torch.ones(1, 1).long(), torch.ones(1).long(), torch.ones(1).long(), torch.arange(17)), "EOS tokens"),
     ],
     ids=["strided", "int32", "rows", "ends"],
 )

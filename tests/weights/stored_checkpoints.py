@@ -63,7 +63,9 @@ def words(numbers: numpy.ndarray, order: tuple[int, ...] = tuple(range(8))) -> t
     """Pack the last dim, eight numbers per word. Number i of a word is number `order[i]` of these eight."""
     padded = numpy.pad(numbers, ((0, 0), (0, -numbers.shape[1] % 8)))
     eights = padded.reshape(len(padded), -1, 8)
-    packed = sum(eights[..., place].astype(numpy.uint64) << numpy.uint64(4 * bits) for bits, place in enumerate(order))
+    packed = sum(
+        eights[..., source].astype(numpy.uint64) << numpy.uint64(4 * nibble) for nibble, source in enumerate(order)
+    )
     return torch.from_numpy(numpy.asarray(packed).astype(numpy.uint32).view(numpy.int32).copy())
 
 
@@ -130,15 +132,15 @@ def gptq(group: int, *, symmetric: bool = True, by_activation: bool = False, ver
     return Case(f"{version} {group} {symmetric} {by_activation}", write, {**settings, "checkpoint_format": version})
 
 
-def eight_bits(format: str, number: str, strategy: str, *, dynamic: bool | None = None) -> Case:
+def eight_bits(format: str, number_type: str, strategy: str, *, dynamic: bool | None = None) -> Case:
     """dynamic: whether the activations' scales are dynamic, or None if only weights are quantised."""
 
     def write(weight: torch.Tensor) -> Layer:
         wide = weight.double()
         top = wide.abs().amax(1, keepdim=True) if strategy == "channel" else wide.abs().max().reshape(1)
-        scale = (top / (127 if number == "int" else 448)).clamp(min=2.0**-100).bfloat16()
+        scale = (top / (127 if number_type == "int" else 448)).clamp(min=2.0**-100).bfloat16()
         levels = wide / scale.double()
-        data = levels.round().clamp(-128, 127).to(torch.int8) if number == "int" else fp8(levels)
+        data = levels.round().clamp(-128, 127).to(torch.int8) if number_type == "int" else fp8(levels)
         tensors = {"weight": data, "weight_scale": scale}
         if dynamic is False:
             tensors["input_scale"] = torch.tensor([0.125], dtype=torch.bfloat16)
@@ -146,9 +148,9 @@ def eight_bits(format: str, number: str, strategy: str, *, dynamic: bool | None 
 
     inputs = None
     if dynamic is not None:
-        inputs = {"num_bits": 8, "type": number, "strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
-    weights = {"num_bits": 8, "type": number, "strategy": strategy}
-    return Case(f"{format} {number} {strategy} {dynamic}", write, config(format, weights, inputs))
+        inputs = {"num_bits": 8, "type": number_type, "strategy": "token" if dynamic else "tensor", "dynamic": dynamic}
+    weights = {"num_bits": 8, "type": number_type, "strategy": strategy}
+    return Case(f"{format} {number_type} {strategy} {dynamic}", write, config(format, weights, inputs))
 
 
 def finegrained(strategy: str = "block", dtype: torch.dtype = torch.float32, *, static: bool = False) -> Case:

@@ -9,7 +9,7 @@ from torch import nn
 
 import hf_rocm
 from hf_rocm.loading import prepare as preparing
-from hf_rocm.weights.prefused import joined_already
+from hf_rocm.weights.prefused import fused_in_checkpoint
 from tests.weights.models import IDS, logits
 
 SHAPE = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
@@ -26,7 +26,7 @@ def phi3(tmp_path):
 
 
 def joined(model):
-    return {path: names for path, module in model.named_modules() if (names := joined_already(module))}
+    return {path: names for path, module in model.named_modules() if (names := fused_in_checkpoint(module))}
 
 
 def test_phi3_is_reported_and_equals_stock(phi3):
@@ -61,5 +61,5 @@ def test_gpt2s_conv1d_is_recognised_too(tmp_path):
 def test_only_linear_layers_with_known_names_are_recognised():
     module = nn.Module()
     module.qkv_proj, module.o_proj, module.Wqkv = nn.Linear(4, 12), nn.Linear(4, 4), nn.Identity()
-    assert joined_already(module) == ["qkv_proj"]
-    assert joined_already(nn.Linear(4, 4)) == []
+    assert fused_in_checkpoint(module) == ["qkv_proj"]
+    assert fused_in_checkpoint(nn.Linear(4, 4)) == []

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class ExpertsSpec(NamedTuple):
-    """The specification of `experts` and its variants. experts: E; hidden: H; intermediate: I; top: k."""
+    """The specification of `experts` and its variants. experts: E; hidden: H; intermediate: I; top_k: k."""
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
@@ -17,7 +17,7 @@ class ExpertsSpec(NamedTuple):
     experts: int
     hidden: int
     intermediate: int
-    top: int
+    top_k: int
     activation: str
     bias: bool
     transposed: bool
@@ -72,13 +72,13 @@ class Mxfp4Call(NamedTuple):
 
 
 class RoutingSpec(NamedTuple):
-    """The specification of `choose_experts`. experts: E; top: k; weight_dtype: the dtype of the returned weights."""
+    """The specification of `choose_experts`. experts: E; top_k: k; weight_dtype: the dtype of the returned weights."""
 
     dtype: torch.dtype
     weight_dtype: torch.dtype
     device: torch.device
     experts: int
-    top: int
+    top_k: int
     scores: str
     biased: bool
     groups: int
@@ -93,7 +93,7 @@ class RoutingCall(NamedTuple):
 
     logits: Tensor
     bias: Tensor | None
-    top: int
+    top_k: int
     scores: str
     groups: int
     chosen_groups: int

@@ -122,7 +122,7 @@ class FinishStepSpec(NamedTuple):
 class AppendTokensSpec(NamedTuple):
     """The specification of `append_tokens`.
 
-    dtype: that of the ids. rows: B. ends: the number of end tokens. padded: whether there is a padding token.
+    dtype: that of the ids. rows: B. ends: the number of EOS tokens. padded: whether there is a padding token.
     contiguous, wide, here: whether all tensors are contiguous, have dtype int64, and are on the device of the ids.
     """
 

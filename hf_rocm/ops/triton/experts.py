@@ -84,7 +84,7 @@ def _forward(
     alpha: float,
 ) -> Tensor:
     out = like(x)
-    (tokens, top), (hidden, intermediate) = ids.shape, down.shape[1:]
+    (tokens, top_k), (hidden, intermediate) = ids.shape, down.shape[1:]
     if transposed:
         hidden, intermediate = intermediate, hidden
     if not ids.numel():
@@ -94,14 +94,14 @@ def _forward(
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     if gate_up_bias is not None and down_bias is not None:
         gate_up_bias, down_bias = gate_up_bias.contiguous(), down_bias.contiguous()
-    gated = x.new_empty((tokens * top, intermediate))
+    gated = x.new_empty((tokens * top_k, intermediate))
     tile = gate_up_tile(transposed)
     launch(
         kernels.chosen_gate_up,
-        (tokens * top, -(-intermediate // tile.n)),
+        (tokens * top_k, -(-intermediate // tile.n)),
         (x, gate_up, gate_up_bias, ids, weights, gated, hidden, intermediate, float(limit), float(alpha)),
         {
-            "TOP": top,
+            "TOP_K": top_k,
             "ACTIVATION": activation,
             "TRANSPOSED": transposed,
             "INTERLEAVED": interleaved,
@@ -112,13 +112,13 @@ def _forward(
         num_warps=warps(tile.threads, x.device),
         num_stages=tile.stages,
     )
-    tile = down_tile(tokens, top, transposed, rocm=describe(x.device).rocm)
+    tile = down_tile(tokens, top_k, transposed, rocm=describe(x.device).rocm)
     launch(
         kernels.chosen_down,
         (tokens, -(-hidden // tile.n)),
         (gated, down, down_bias, ids, weights, out, hidden, intermediate),
         {
-            "TOP": top,
+            "TOP_K": top_k,
             "TRANSPOSED": transposed,
             "WEIGH_INPUT": weigh_input,
             "EVEN": _even(hidden, intermediate, tile),

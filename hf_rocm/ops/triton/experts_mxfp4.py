@@ -89,7 +89,7 @@ def _forward(
     alpha: float,
 ) -> Tensor:
     out = like(x)
-    tokens, top = ids.shape
+    tokens, top_k = ids.shape
     h_blocks, i_blocks = gate_up.shape[2], down.shape[2]
     hidden, intermediate = h_blocks * BLOCK, i_blocks * BLOCK
     if not ids.numel():
@@ -98,11 +98,11 @@ def _forward(
 
     spread = x.view(tokens, hidden // 8, 8).transpose(1, 2).contiguous()
     ids, weights = ids.contiguous(), weights.contiguous()
-    gated = x.new_empty((tokens * top, intermediate))
+    gated = x.new_empty((tokens * top_k, intermediate))
     tile = mxfp4_gate_up_tile(h_blocks, rocm=is_rocm())
     launch(
         kernels.mxfp4_gate_up,
-        (tokens * top, -(-intermediate // tile.n)),
+        (tokens * top_k, -(-intermediate // tile.n)),
         (
             spread,
             _words(gate_up),
@@ -115,11 +115,11 @@ def _forward(
             float(limit),
             float(alpha),
         ),
-        {"TOP": top, "ACTIVATION": activation, **tile.constants()},
+        {"TOP_K": top_k, "ACTIVATION": activation, **tile.constants()},
         num_warps=warps(tile.threads, x.device),
         num_stages=tile.stages,
     )
-    tile = mxfp4_down_tile(i_blocks, top, rocm=is_rocm())
+    tile = mxfp4_down_tile(i_blocks, top_k, rocm=is_rocm())
     launch(
         kernels.mxfp4_down,
         (tokens, -(-hidden // tile.n)),
@@ -134,7 +134,7 @@ def _forward(
             hidden,
             i_blocks,
         ),
-        {"TOP": top, **tile.constants()},
+        {"TOP_K": top_k, **tile.constants()},
         num_warps=warps(tile.threads, x.device),
         num_stages=tile.stages,
     )

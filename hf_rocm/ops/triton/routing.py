@@ -28,13 +28,13 @@ def refuses(spec: RoutingSpec, device: Device) -> str | None:
         return "the routing kernel has no gradient"
     if spec.dtype not in DTYPES or spec.weight_dtype not in DTYPES:
         return f"the routing kernel supports fp32, bf16 and fp16, not {spec.dtype} with weights of {spec.weight_dtype}"
-    if spec.experts > MOST_EXPERTS or spec.top > MOST_CHOSEN:
+    if spec.experts > MOST_EXPERTS or spec.top_k > MOST_CHOSEN:
         return (
-            f"the routing kernel chooses up to {MOST_CHOSEN} of {MOST_EXPERTS} experts, not {spec.top} of "
+            f"the routing kernel chooses up to {MOST_CHOSEN} of {MOST_EXPERTS} experts, not {spec.top_k} of "
             f"{spec.experts}"
         )
-    if not 0 < spec.top <= spec.experts:
-        return f"{spec.top} of {spec.experts} experts can't be chosen"
+    if not 0 < spec.top_k <= spec.experts:
+        return f"{spec.top_k} of {spec.experts} experts can't be chosen"
     if spec.biased and spec.scores == "softmax of the chosen":
         return "the routing kernel adds no bias to logits"
     return _groups(spec) or detect.unavailable(device)
@@ -52,8 +52,8 @@ def _groups(spec: RoutingSpec) -> str | None:
         return f"the number of groups and their size must be powers of two, got {spec.groups} of {size}"
     if spec.best not in (1, 2) or size < spec.best:
         return f"the routing kernel ranks groups by their best one or two experts, not {spec.best}"
-    if spec.chosen_groups * size < spec.top:
-        return f"{spec.chosen_groups} groups of {size} have fewer than {spec.top} experts"
+    if spec.chosen_groups * size < spec.top_k:
+        return f"{spec.chosen_groups} groups of {size} have fewer than {spec.top_k} experts"
     return None
 
 
@@ -83,14 +83,14 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             ),
             {
                 "EXPERTS": experts,
-                "TOP": call.top,
+                "TOP_K": call.top_k,
                 "SCORES": call.scores,
                 "GROUPS": call.groups,
                 "CHOSEN_GROUPS": call.chosen_groups,
                 "BEST": call.best,
                 "NORMALISE": call.normalise,
                 "BLOCK": power_of_two(experts),
-                "BLOCK_TOP": power_of_two(call.top),
+                "BLOCK_TOP_K": power_of_two(call.top_k),
             },
             # Every reduction stays within the warp.
             num_warps=1,
@@ -100,7 +100,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _empty(*arguments: Any) -> tuple[Tensor, Tensor]:
     call = RoutingCall(*arguments)
-    shape = (call.logits.shape[0], call.top)
+    shape = (call.logits.shape[0], call.top_k)
     return call.logits.new_empty(shape, dtype=call.dtype), call.logits.new_empty(shape, dtype=torch.int64)
 
 

@@ -23,7 +23,7 @@ BEGIN, LOOK_UP, NAME, APPEND = "begin_kernel", "look_up_kernel", "logits_kernel"
 MOST = 256
 # The largest number of programs that read the logits; the next kernel reads the result of each.
 PROGRAMS = 512
-# The largest number of end tokens.
+# The largest number of EOS tokens.
 MOST_ENDS = 16
 # The length of the longest n-gram that is searched.
 MOST_NGRAM = 8
@@ -173,7 +173,7 @@ def append_refuses(spec: AppendTokensSpec, device: Device) -> str | None:
     if not 0 < spec.rows <= MOST:
         return f"the kernel that appends tokens takes at most {MOST} rows, got {spec.rows}"
     if spec.ends > MOST_ENDS:
-        return f"the kernel that appends tokens takes at most {MOST_ENDS} end tokens, got {spec.ends}"
+        return f"the kernel that appends tokens takes at most {MOST_ENDS} EOS tokens, got {spec.ends}"
     return detect.unavailable(device)
 
 

@@ -236,9 +236,9 @@ def gate_up_tile(transposed: bool) -> ExpertsTile:
     return ExpertsTile(32, 64, 256, 2) if transposed else ExpertsTile(2, 512, 64, 2)
 
 
-def down_tile(tokens: int, top: int, transposed: bool, *, rocm: bool = False) -> ExpertsTile:
+def down_tile(tokens: int, top_k: int, transposed: bool, *, rocm: bool = False) -> ExpertsTile:
     """The tile of the second GEMM, for this number of tokens and of experts per token."""
-    experts = gcd(top, 4)
+    experts = gcd(top_k, 4)
     if not transposed:
         return ExpertsTile(2, 256, 64, 2, experts)
     if rocm:
@@ -271,9 +271,9 @@ def mxfp4_gate_up_tile(blocks: int, *, rocm: bool) -> Mxfp4Tile:
     return Mxfp4Tile(2 if rocm else 4, min(wave, power_of_two(blocks)), wave, 2)
 
 
-def mxfp4_down_tile(blocks: int, top: int, *, rocm: bool) -> Mxfp4Tile:
+def mxfp4_down_tile(blocks: int, top_k: int, *, rocm: bool) -> Mxfp4Tile:
     """The tile of the second GEMM. A program has 64 threads (32 on NVIDIA) for each expert that it reads at a time."""
-    wave, experts = 64 if rocm else 32, gcd(top, 4)
+    wave, experts = 64 if rocm else 32, gcd(top_k, 4)
     return Mxfp4Tile(2, min(wave, power_of_two(blocks)), wave * experts, 2, experts)
 
 

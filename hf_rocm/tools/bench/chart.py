@@ -1,4 +1,4 @@
-"""The chart of a comparison: panels with a bar and its spread per side, and a line for the floor.
+"""The chart of a comparison: panels with a bar and its spread per side, and a line for the roofline.
 
 A case has one panel. A load on servers has one for the time per token and one for each time in `figures.TIMES`.
 The picture is narrow, and labels and numbers are above the bars, so that it stays readable on a phone.
@@ -54,7 +54,7 @@ class Bar(NamedTuple):
 class Panel(NamedTuple):
     """One case, or one time of a load.
 
-    The bars and the floor, if there is one, are in milliseconds. unit: the printed unit, except for decoding (see
+    The bars and the roofline, if there is one, are in milliseconds. unit: the printed unit, except for decoding (see
     `_END_TO_END`).
     """
 
@@ -165,7 +165,7 @@ def _draw_panel(parts: list[Part], panel: Panel, longest: float, y: float) -> fl
         y = top + BAR + GAP
     if panel.floor is None:
         return y
-    words = f"floor {milliseconds(panel.floor)}"
+    words = f"roofline {milliseconds(panel.floor)}"
     half = CHARACTER * NOTE * len(words) / 2
     centre = min(max(MARGIN + panel.floor * scale, MARGIN + half), WIDTH - MARGIN - half)
     parts.append(Words(centre, y + 7, words, size=NOTE, colour=FLOOR, anchor="middle"))
@@ -218,7 +218,7 @@ def _notes(segments: Sequence[Segment]) -> list[str]:
     rates = [segment.rates for segment in segments if segment.rates is not None]
     if rates:
         copy, matmul = (_both_ends([getattr(rate, name) for rate in rates]) for name in ("copy", "matmul"))
-        floor = f"Floor: the time for a unit's bytes or operations at this machine's measured {copy}B/s (copy) "
+        floor = f"Roofline: the time for a unit's bytes or operations at this machine's measured {copy}B/s (copy) "
         faster = f"{floor}and {matmul}FLOP/s (matmul). {faster}"
     return [", ".join(setup), faster]
 

@@ -14,9 +14,9 @@ _LLAMA_3 = {"vocab_size": 128256, "num_key_value_heads": 8, "max_position_embedd
 
 @dataclass(frozen=True)
 class Shape:
-    """A named shape. of: the checkpoint with this shape. inputs: `tokens` or `pixels`."""
+    """A named shape. checkpoint: the checkpoint with this shape. inputs: `tokens` or `pixels`."""
 
-    of: str
+    checkpoint: str
     config: str
     model: str
     settings: Mapping[str, Any] = field(default_factory=dict)

@@ -49,7 +49,7 @@ class Timing(NamedTuple):
 
 
 class Result(NamedTuple):
-    """One case: its floor, the timed sides, and the reasons why other sides were left out."""
+    """One case: its roofline, the timed sides, and the reasons why other sides were left out."""
 
     case: Case
     floor: Floor

@@ -38,7 +38,7 @@ class Segment:
     machine: dict[str, str]
     commit: str | None
     model: dict[str, Any]
-    rates: Rates | None  # None if the results have no floor
+    rates: Rates | None  # None if the results have no roofline
     rounds: int
     missing: dict[str, str] = field(default_factory=dict)  # unavailable side → reason
     results: tuple[Result, ...] = ()

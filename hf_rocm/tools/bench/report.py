@@ -51,7 +51,7 @@ def parallel(segment: Segment) -> list[str]:
     suffix = "" if unreachable is None else access
     return [
         f"tensor parallel over {setup['tp']} ranks, {setup['backend']}{suffix}; in large all-reduces each rank sends "
-        f"{large(setup['wire'])}B/s. Matrices, floor and peak are those of one rank"
+        f"{large(setup['wire'])}B/s. Matrices, roofline and peak are those of one rank"
     ]
 
 
@@ -70,17 +70,17 @@ def exchange(segment: Segment, result: Result) -> list[str]:
 
 
 def title(result: Result) -> str:
-    """Return the title of a case, with its floor."""
+    """Return the title of a case, with its roofline."""
     floor = result.floor
     bound = f"{large(floor.bytes)}B" if floor.by == "memory" else f"{large(floor.flops)}FLOP"
-    return f"{result.case.title}: floor {milliseconds(floor.milliseconds)} {result.case.unit} ({bound})"
+    return f"{result.case.title}: roofline {milliseconds(floor.milliseconds)} {result.case.unit} ({bound})"
 
 
 def table(result: Result) -> tuple[Row, list[Row]]:
     """Return the header and one row per side, in the order of the run. Columns without a value are left out."""
     rate = "samples/s" if result.case.kind == "encode" else "tokens/s"
     decode = ("TTFT, ms", "warm-up, s") if result.case.kind == "decode" else ()
-    header = ("side", result.case.unit, rate, "× stock", "× floor", *decode, "peak, GB")
+    header = ("side", result.case.unit, rate, "× stock", "× roofline", *decode, "peak, GB")
     stock = _median(result, STOCK)
     rows = [_row(result, timing, stock) for timing in result.timings]
     filled = [any(cells) for cells in zip(*rows, strict=True)]
@@ -110,11 +110,11 @@ def _replay_note(result: Result, timing: Timing) -> str | None:
     if timing.replay is None:
         return None
     ratio = timing.replay / result.floor.milliseconds
-    return f"a recorded step alone takes {milliseconds(timing.replay)} ms, {ratio:.2f} × the floor"
+    return f"a recorded step alone takes {milliseconds(timing.replay)} ms, {ratio:.2f} × the roofline"
 
 
 def gains(result: Result) -> dict[str, float]:
-    """Return hf_rocm's speed-up over stock and over stock with torch.compile, and the floor divided by hf_rocm's time.
+    """Return hf_rocm's speed-up over stock and over stock with torch.compile, and its share of the roofline's rate.
 
     Empty if hf_rocm was not timed.
     """
@@ -128,7 +128,7 @@ def gains(result: Result) -> dict[str, float]:
         ratios["stock"] = stock / prepared
     if compiled:
         ratios["stock with torch.compile"] = min(compiled) / prepared
-    ratios["the floor"] = result.floor.milliseconds / prepared
+    ratios["the roofline"] = result.floor.milliseconds / prepared
     return ratios
 
 

@@ -133,7 +133,7 @@ def _replay_alone(model: Any) -> float | None:
         recording = steps.pool.latest_recording()
     if recording is None:
         return None
-    return spread(device_time([recording.again] * _IN_A_ROW, model.device, record=False)).median
+    return spread(device_time([recording.replay_in_place] * _IN_A_ROW, model.device, record=False)).median
 
 
 def sides(model: Any, names: list[str] | tuple[str, ...], *, encoder: bool) -> tuple[list[Side], dict[str, str]]:

@@ -56,11 +56,11 @@ class Recording(TorchFunctionMode):
             self._note(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def shapes(self, joined: Iterable[tuple[Linear, ...]] = ()) -> list[Gemm]:
-        """Return every GEMM once, in ascending order. joined: groups of layers that are fused."""
+    def shapes(self, fused_groups: Iterable[tuple[Linear, ...]] = ()) -> list[Gemm]:
+        """Return every GEMM once, in ascending order. fused_groups: groups of layers that are fused."""
         remaining = dict(self._seen)
         gemms: dict[Gemm, None] = {}
-        for group in joined:
+        for group in fused_groups:
             calls = [remaining.get(id(linear.weight)) for linear in group]
             if None in calls or len({tuple(call[1]) for call in calls if call}) != 1:
                 # The layers are not always called together.
@@ -113,19 +113,22 @@ def write(shapes: Iterable[Gemm], layout: Layout = LAYOUTS[-1]) -> str:
 
 
 def read(path: Path) -> list[Gemm]:
-    """Read an untuned table from any release of hf_rocm or aiter. Raises `TableError` with line numbers."""
+    """Read an untuned table from any release of hf_rocm or aiter.
+
+    Raises `TableError`, with the line number if a line is invalid.
+    """
     lines = csv.reader(io.StringIO(text_of(path), newline=""), strict=True)
     gemms: dict[Gemm, None] = {}
     try:
         header = [column.strip() for column in next(lines, [])]
         missing = [name for name in SHAPE if name not in header]
         if missing:
-            raise _wrong(path, 1, f"there is no column {', '.join(missing)}")
+            raise _table_error(path, 1, f"there is no column {', '.join(missing)}")
         for fields in lines:
             if any(field.strip() for field in fields):
                 gemms[_read_row(path, lines.line_num, header, fields)] = None
     except csv.Error as error:
-        raise _wrong(path, max(1, lines.line_num), f"not CSV: {error}") from error
+        raise _table_error(path, max(1, lines.line_num), f"not CSV: {error}") from error
     if not gemms:
         raise TableError(f"{path.name} has no shapes", facts={"file": path})
     return sorted(gemms)
@@ -136,13 +139,15 @@ def _read_row(path: Path, line: int, header: list[str], fields: list[str]) -> Ge
     flags = {"true": True, "false": False}
     bias, shuffled = (flags.get(values.get(name, "False").lower()) for name in ("bias", "bpreshuffle"))
     if len(fields) != len(header):
-        raise _wrong(path, line, f"{len(fields)} fields, but the header has {len(header)}")
+        raise _table_error(path, line, f"{len(fields)} fields, but the header has {len(header)}")
     numbers = [values[name] for name in ("M", "N", "K")]
     if not all(number.isdecimal() and number.isascii() and 0 < len(number) < 11 and int(number) for number in numbers):
         values_read = ", ".join(ascii(number[:20]) for number in numbers)
-        raise _wrong(path, line, f"M, N and K must be positive integers of at most 10 digits, got {values_read}")
+        raise _table_error(path, line, f"M, N and K must be positive integers of at most 10 digits, got {values_read}")
     if values["dtype"] not in DTYPES or bias is None or shuffled is None:
-        raise _wrong(path, line, "dtype must be a name such as torch.bfloat16, and bias and bpreshuffle True or False")
+        raise _table_error(
+            path, line, "dtype must be a name such as torch.bfloat16, and bias and bpreshuffle True or False"
+        )
     m, n, k = map(int, numbers)
     return Gemm(m, n, k, values["dtype"], bias, shuffled)
 
@@ -151,5 +156,5 @@ def _gemm(m: int, n: int, weight: Any, bias: bool) -> Gemm:
     return Gemm(m, n, int(weight.shape[1]), str(weight.dtype), bias)
 
 
-def _wrong(path: Path, line: int, text: str) -> TableError:
+def _table_error(path: Path, line: int, text: str) -> TableError:
     return TableError(f"{path.name} is not a list of shapes", facts={"file": path, f"line {line}": text})

@@ -90,8 +90,8 @@ def _needed(first: Instruction, produced: Use, second: Instruction, used: Use, t
         needed = max(needed, 2)
     if newer and second.mnemonic.startswith(("v_readlane", "v_readfirstlane")) and vectors & used.read:
         needed = max(needed, 1)
-    transcends = _TRANSCENDENTAL.fullmatch(first.mnemonic)
-    if newer and transcends and vectors & used.read and not _TRANSCENDENTAL.fullmatch(second.mnemonic):
+    is_transcendental = _TRANSCENDENTAL.fullmatch(first.mnemonic)
+    if newer and is_transcendental and vectors & used.read and not _TRANSCENDENTAL.fullmatch(second.mnemonic):
         needed = max(needed, 1)
     return needed
 

@@ -47,7 +47,7 @@ class Shape:
         return self.size * self.size // self.lanes
 
     def rows(self, elements: np.ndarray, waves: int) -> np.ndarray:
-        """Reorder [waves, lanes, elements per lane] to the matrix [waves, size, depth]."""
+        """Rearrange [waves, lanes, elements per lane] into the matrix [waves, size, depth]."""
         if self.groups == 1 and self.lanes != self.size:
             halves = elements.reshape(waves, -1, self.size, self.per_lane)
             if not np.array_equal(halves[:, 0], halves[:, 1], equal_nan=elements.dtype == f64):
@@ -57,7 +57,7 @@ class Shape:
         return grouped.transpose(0, 2, 1, 3).reshape(waves, self.size, self.depth)
 
     def results_of(self, product: np.ndarray) -> np.ndarray:
-        """Reorder [waves, size, size] to registers [results, waves, lanes]."""
+        """Rearrange [waves, size, size] into registers [results, waves, lanes]."""
         waves, n = len(product), self.size
         if self.layout == "mfma32":
             # Register 4 q + t holds row 8 q + 4 (lane / 32) + t.
@@ -161,8 +161,8 @@ def _float16_or_bf16(kind: str, flushes: bool) -> Decoder:
     return lambda codes: _flushed(codes.astype(np.uint16).view(np.float16).astype(f32), flushes, 2.0**-14)
 
 
-def _flushed(value: np.ndarray, flushes: bool, least: float) -> np.ndarray:
-    return np.where(np.abs(value) < least, f32(0), value) if flushes else value
+def _flushed(value: np.ndarray, flushes: bool, smallest_normal: float) -> np.ndarray:
+    return np.where(np.abs(value) < smallest_normal, f32(0), value) if flushes else value
 
 
 def _float32(codes: np.ndarray) -> np.ndarray:
@@ -206,6 +206,6 @@ def fields(words: np.ndarray, bits: int, count: int) -> np.ndarray:
         return words
     if bits in (8, 16):
         return words.view(np.uint8 if bits == 8 else np.uint16)
-    places = np.unpackbits(words.view(np.uint8), axis=2, bitorder="little")
-    split = places[:, :, : bits * count].reshape(*words.shape[:2], count, bits)
+    unpacked = np.unpackbits(words.view(np.uint8), axis=2, bitorder="little")
+    split = unpacked[:, :, : bits * count].reshape(*words.shape[:2], count, bits)
     return (split.astype(np.uint8) << np.arange(bits, dtype=np.uint8)).sum(3, dtype=np.uint8)

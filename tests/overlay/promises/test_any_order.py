@@ -71,7 +71,7 @@ class AnyOrder(RuleBasedStateMachine):
             text = text.replace(f"sha256={encoded(old)},{len(old)}", f"sha256={encoded(new)},{len(new)}")
         init = site.root / "__init__.py"
         old = init.read_bytes()
-        site.release(NEXT)
+        site.set_release(NEXT)
         new = init.read_bytes()
         text = text.replace(f"sha256={encoded(old)},{len(old)}", f"sha256={encoded(new)},{len(new)}")
         (site.metadata / "RECORD").write_text(text.replace(VERSION, NEXT))

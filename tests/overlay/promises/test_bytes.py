@@ -50,7 +50,7 @@ def test_02_uninstall_restores_every_byte(
 def test_02_a_file_with_any_ending_is_restored(farm: Farm, ending: bytes) -> None:
     site = farm("one")
     site.forget_record()
-    site.release(next_release(site.installation.version))
+    site.set_release(next_release(site.installation.version))
     file = site.model("llama")
     stock = file.read_bytes().rstrip(b"\n") + ending
     file.unlink()

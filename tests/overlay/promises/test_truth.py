@@ -290,7 +290,7 @@ def test_23_two_real_ranks_compare_their_files(farm: Farm, tmp_path: Path, same:
 
 def make_newer(site: Site, release: str, *, changed: str = "") -> None:
     site.forget_record()
-    site.release(release)
+    site.set_release(release)
     for model in MODELS:
         file = site.model(model)
         text = file.read_text() + f"# {release}\n"

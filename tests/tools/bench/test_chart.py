@@ -26,7 +26,7 @@ def test_the_svg_is_well_formed_and_complete(tmp_path):
     root = ElementTree.parse(file).getroot()
     assert root.tag == f"{SVG}svg" and root.find(f"{SVG}title").text == "A < B & C"
     words = [element.text for element in root.iter(f"{SVG}text")]
-    for expected in ("hf_rocm", "5.00 ms (3.20 ×)", "16.00 ms", "floor 4.00", "stock + torch.compile"):
+    for expected in ("hf_rocm", "5.00 ms (3.20 ×)", "16.00 ms", "roofline 4.00", "stock + torch.compile"):
         assert expected in words, expected
     assert any("not an AMD GPU" in word for word in words) and any("4.25 TB/s" in word for word in words)
     width, height = (float(root.get(name)) for name in ("width", "height"))
@@ -53,7 +53,7 @@ def test_no_word_is_cut_off_or_covers_another():
     cases = [result(Case("decode", 1, 8, 8), stock=stock) for stock in (16.0, 1600.0)]
     commits = [segment(f"{number}", *cases, commit=f"{number:012x}") for number in range(6)]
     words = words_of(chart.draw("the title of a chart, of the length that titles have", commits))
-    assert {word.text for word in words} >= {"floor 4.00", "16.00 ms"}
+    assert {word.text for word in words} >= {"roofline 4.00", "16.00 ms"}
     lines: dict[float, list[tuple[float, float]]] = {}
     for part in words:
         left, right = extent(part)
@@ -94,7 +94,7 @@ def test_bars_are_proportional_to_their_times():
     stock, prepared = bars[chart.COLOURS["stock"]], bars[chart.COLOURS["hf_rocm"]]
     assert prepared / stock == pytest.approx(5 / 16)
     lines = [part for part in picture.parts if isinstance(part, drawing.Line) and part.dashed]
-    assert len(lines) == 4, "one line for the floor over every bar, not over the labels between them"
+    assert len(lines) == 4, "one line for the roofline over every bar, not over the labels between them"
     assert [(line.x - chart.MARGIN) / stock for line in lines] == pytest.approx([4 / 16] * 4)
 
 

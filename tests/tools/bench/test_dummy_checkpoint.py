@@ -22,7 +22,9 @@ def smaller(monkeypatch):
     for name, settings in SMALLER.items():
         shape = known_shapes.SHAPES[name]
         sizes = {**shape.settings, **settings, "vocab_size": 512, "intermediate_size": 64}
-        monkeypatch.setitem(known_shapes.SHAPES, name, known_shapes.Shape(shape.of, shape.config, shape.model, sizes))
+        monkeypatch.setitem(
+            known_shapes.SHAPES, name, known_shapes.Shape(shape.checkpoint, shape.config, shape.model, sizes)
+        )
 
 
 @pytest.mark.parametrize("name", ["small", *SMALLER])

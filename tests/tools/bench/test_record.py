@@ -60,7 +60,7 @@ def test_the_time_of_a_recorded_step_is_kept_and_reported(tmp_path):
     record.save(tmp_path / "runs.json", segment("alone", done))
     (again,) = record.load(tmp_path / "runs.json")
     assert [timing.replay for timing in again.results[0].timings] == [None, 4.6]
-    assert report.notes(done) == ["hf_rocm: a recorded step alone takes 4.60 ms, 1.15 × the floor"]
+    assert report.notes(done) == ["hf_rocm: a recorded step alone takes 4.60 ms, 1.15 × the roofline"]
     data = again.to_dict()
     for side in data["results"][0]["timings"]:
         # Older files lack this measurement.

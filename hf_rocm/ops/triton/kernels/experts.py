@@ -29,7 +29,7 @@ def chosen_gate_up(
     i_size,
     limit,
     alpha,
-    TOP: tl.constexpr,  # k
+    TOP_K: tl.constexpr,  # k
     ACTIVATION: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
@@ -52,7 +52,7 @@ def chosen_gate_up(
         valid = n < i_size
         n += both // BLOCK_N * i_size
     k = tl.arange(0, BLOCK_K)[None, :]
-    x += (pair // TOP).to(tl.int64) * h_size + k
+    x += (pair // TOP_K).to(tl.int64) * h_size + k
     weight += expert * (2 * i_size * h_size)
     scale = tl.load(scales + pair).to(tl.float32)
     if TRANSPOSED:
@@ -86,11 +86,11 @@ def chosen_down(
     out,  # [T, H]
     h_size,
     i_size,
-    TOP: tl.constexpr,
+    TOP_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     WEIGH_INPUT: tl.constexpr,
     EVEN: tl.constexpr,  # H and I are multiples of the blocks
-    BLOCK_E: tl.constexpr,  # divides TOP
+    BLOCK_E: tl.constexpr,  # divides TOP_K
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -107,8 +107,8 @@ def chosen_down(
         weight += n * i_size + k
         stride = 1
     total = tl.zeros([BLOCK_N], tl.float32)
-    for start in range(0, TOP, BLOCK_E):
-        pairs = token * TOP + start + tl.arange(0, BLOCK_E)
+    for start in range(0, TOP_K, BLOCK_E):
+        pairs = token * TOP_K + start + tl.arange(0, BLOCK_E)
         experts = tl.load(ids + pairs).to(tl.int64)
         rows = x + pairs[:, None, None] * i_size + k
         selected = weight + experts[:, None, None] * (h_size * i_size)
@@ -167,8 +167,8 @@ def _build(kernel: Any, tile: ExpertsTile, signature: dict[str, str], constants:
 
 
 _TERMS = {"limit": "fp32", "alpha": "fp32"}
-_QWEN: dict[str, Any] = {"TOP": 8, "TRANSPOSED": False, "bias": None}
-_GPT_OSS: dict[str, Any] = {"TOP": 4, "TRANSPOSED": True}
+_QWEN: dict[str, Any] = {"TOP_K": 8, "TRANSPOSED": False, "bias": None}
+_GPT_OSS: dict[str, Any] = {"TOP_K": 4, "TRANSPOSED": True}
 
 BUILDS = (
     _build(chosen_gate_up, gate_up_tile(False), _TERMS, {**_QWEN, "ACTIVATION": "silu", "INTERLEAVED": False}),

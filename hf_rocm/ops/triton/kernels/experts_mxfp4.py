@@ -37,7 +37,7 @@ def mxfp4_gate_up(
     i_blocks,  # I / 32
     limit,
     alpha,
-    TOP: tl.constexpr,  # k
+    TOP_K: tl.constexpr,  # k
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -50,7 +50,7 @@ def mxfp4_gate_up(
     i_size = i_blocks * 32
     n = 2 * first + tl.arange(0, 2 * BLOCK_N)
     rows = (expert * (2 * i_size) + tl.minimum(n, 2 * i_size - 1))[None, :, None] * h_blocks
-    x += (pair // TOP).to(tl.int64) * (h_blocks * 32)
+    x += (pair // TOP_K).to(tl.int64) * (h_blocks * 32)
     sums = tl.zeros([BLOCKS, 2 * BLOCK_N, 4], tl.float32)
     block, within = tl.arange(0, BLOCKS)[:, None, None], tl.arange(0, 4)[None, None, :]
     sums = _accumulate(sums, x, words, scale, rows, block, within, h_blocks, BLOCKS)
@@ -75,8 +75,8 @@ def mxfp4_down(
     out,  # [T, H]
     h_size,
     i_blocks,  # I / 32
-    TOP: tl.constexpr,  # k
-    BLOCK_E: tl.constexpr,  # divides TOP
+    TOP_K: tl.constexpr,  # k
+    BLOCK_E: tl.constexpr,  # divides TOP_K
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
@@ -87,8 +87,8 @@ def mxfp4_down(
     n = tl.minimum(column, h_size - 1)
     block, within = tl.arange(0, BLOCKS)[:, None, None, None], tl.arange(0, 4)[None, None, None, :]
     total = tl.zeros([BLOCK_N], tl.float32)
-    for start in range(0, TOP, BLOCK_E):
-        pairs = token * TOP + start + tl.arange(0, BLOCK_E)
+    for start in range(0, TOP_K, BLOCK_E):
+        pairs = token * TOP_K + start + tl.arange(0, BLOCK_E)
         experts = tl.load(ids + pairs).to(tl.int64)
         rows = (experts[:, None] * h_size + n[None, :])[None, :, :, None] * i_blocks
         inputs = x + pairs[None, :, None, None] * (i_blocks * 32)
@@ -169,14 +169,14 @@ def _build(
     )
 
 
-def _builds(h_blocks: int, i_blocks: int, top: int, activation: str, *, bias: bool) -> tuple[Build, Build]:
+def _builds(h_blocks: int, i_blocks: int, top_k: int, activation: str, *, bias: bool) -> tuple[Build, Build]:
     """Both kernels for experts of these sizes."""
-    first, second = mxfp4_gate_up_tile(h_blocks, rocm=True), mxfp4_down_tile(i_blocks, top, rocm=True)
-    terms = {"TOP": top, "ACTIVATION": activation}
+    first, second = mxfp4_gate_up_tile(h_blocks, rocm=True), mxfp4_down_tile(i_blocks, top_k, rocm=True)
+    terms = {"TOP_K": top_k, "ACTIVATION": activation}
     sizes = ("h_blocks", "i_blocks"), ("h_size", "i_blocks")
     return (
         _build(mxfp4_gate_up, first, sizes[0], terms, bias=bias, limit="fp32", alpha="fp32"),
-        _build(mxfp4_down, second, sizes[1], {"TOP": top}, bias=bias, weights="*bf16"),
+        _build(mxfp4_down, second, sizes[1], {"TOP_K": top_k}, bias=bias, weights="*bf16"),
     )
 
 

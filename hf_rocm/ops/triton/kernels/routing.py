@@ -22,14 +22,14 @@ def routing_kernel(
     epsilon,
     scale,
     EXPERTS: tl.constexpr,  # E
-    TOP: tl.constexpr,  # k
+    TOP_K: tl.constexpr,  # k
     SCORES: tl.constexpr,
     GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr,
     BEST: tl.constexpr,
     NORMALISE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BLOCK_TOP: tl.constexpr,
+    BLOCK_TOP_K: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     logits += token * EXPERTS
@@ -46,13 +46,13 @@ def routing_kernel(
     packed = tl.where(valid, pack(choice, expert, BLOCK), LEAST)
     if GROUPS > 1:
         packed = _of_best_groups(packed, GROUPS, CHOSEN_GROUPS, BEST, BLOCK)
-    place = tl.arange(0, BLOCK_TOP)
-    chosen = tl.zeros([BLOCK_TOP], tl.int32)
-    for index in tl.static_range(TOP):
+    place = tl.arange(0, BLOCK_TOP_K)
+    chosen = tl.zeros([BLOCK_TOP_K], tl.int32)
+    for index in tl.static_range(TOP_K):
         largest = tl.max(packed, 0)
         packed = tl.where(packed == largest, LEAST, packed)
         chosen = tl.where(place == index, index_of(largest, BLOCK), chosen)
-    real = place < TOP
+    real = place < TOP_K
     chosen_logits = tl.load(logits + chosen, mask=real, other=-float("inf")).to(tl.float32)
     if SCORES == "softmax of the chosen":
         chosen_logits = tl.exp(chosen_logits - tl.max(chosen_logits, 0))
@@ -62,7 +62,7 @@ def routing_kernel(
     if NORMALISE:
         weight = weight / (tl.sum(weight, 0) + epsilon)
     weight = weight * scale
-    at = token * TOP + place
+    at = token * TOP_K + place
     tl.store(weights + at, weight.to(weights.dtype.element_ty), mask=real)
     tl.store(ids + at, chosen.to(tl.int64), mask=real)
 
@@ -94,7 +94,7 @@ def _of_best_groups(packed, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, B
     return tl.reshape(tl.where(kept[:, None] != 0, grouped, LEAST), (BLOCK,))
 
 
-def _build(experts: int, top: int, scores: str, *, dtype: str, weights: str | None = None, groups: int = 1) -> Build:
+def _build(experts: int, top_k: int, scores: str, *, dtype: str, weights: str | None = None, groups: int = 1) -> Build:
     biased = groups > 1
     return Build(
         routing_kernel,
@@ -109,14 +109,14 @@ def _build(experts: int, top: int, scores: str, *, dtype: str, weights: str | No
         {
             **({} if biased else {"bias": None}),
             "EXPERTS": experts,
-            "TOP": top,
+            "TOP_K": top_k,
             "SCORES": scores,
             "GROUPS": groups,
             "CHOSEN_GROUPS": max(1, groups // 2),
             "BEST": 2,
             "NORMALISE": scores != "softmax of the chosen",
             "BLOCK": triton.next_power_of_2(experts),
-            "BLOCK_TOP": triton.next_power_of_2(top),
+            "BLOCK_TOP_K": triton.next_power_of_2(top_k),
         },
         num_warps=1,
     )

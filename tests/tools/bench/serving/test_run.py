@@ -53,7 +53,7 @@ def test_a_run_prints_and_writes_both_sides(bench, stubs, tmp_path, capsys):
         ("stock", 6, 18), ("hf_rocm", 6, 18), ("stock", 6, 18), ("hf_rocm", 6, 18)
     ]  # fmt: skip
     words = [element.text for element in ElementTree.parse(chart).getroot().iter("{http://www.w3.org/2000/svg}text")]
-    assert "closed loop, 2 clients: time to first token" in words and "floor" not in " ".join(words)
+    assert "closed loop, 2 clients: time to first token" in words and "roofline" not in " ".join(words)
 
 
 def test_a_known_shape_gets_random_weights_that_are_deleted_afterwards(stubs, tmp_path, capsys, monkeypatch):

@@ -17,7 +17,7 @@ from hf_rocm import options
 NAME = "graph_events.jsonl"
 
 # The largest number of events that are returned; older ones are left out.
-_MOST = 100
+_MAX_EVENTS = 100
 
 _log = logging.getLogger("hf_rocm")
 
@@ -73,7 +73,7 @@ def record(event: Event) -> None:
     try:
         path().parent.mkdir(parents=True, exist_ok=True)
         with path().open("a", encoding="utf-8") as file:
-            # This is one write of less than a page, so that lines don't mix.
+            # This is one write of less than a page, so that lines of concurrent processes don't interleave.
             file.write(json.dumps(asdict(event)) + "\n")
     except OSError as error:
         # `path` also raises this error if this user has no home folder.
@@ -86,7 +86,7 @@ def events() -> tuple[Event, ...]:
         lines = path().read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ()
-    parsed = (_event(line) for line in lines[-_MOST:])
+    parsed = (_event(line) for line in lines[-_MAX_EVENTS:])
     return tuple(event for event in parsed if event is not None)
 
 

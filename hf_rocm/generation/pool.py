@@ -20,7 +20,7 @@ from hf_rocm.generation.inputs import all_residents_of
 from hf_rocm.generation.streams import record_current_stream, tensors_in
 
 # The largest number of idle caches, however small they are.
-_MOST = 8
+_MAX_IDLE = 8
 
 # The largest capacity of an idle cache that a call may use, as a multiple of the capacity that a new cache would have.
 # Attention may read all rows.
@@ -100,7 +100,7 @@ class Pool:
         with self._lock:
             self._idle.append(idle)
             bound = in_bytes(options.current().graphs_memory, total_memory(device), source="HF_ROCM_GRAPHS_MEMORY=")
-            while len(self._idle) > _MOST or sum(idle.cache.nbytes for idle in self._idle) > bound:
+            while len(self._idle) > _MAX_IDLE or sum(idle.cache.nbytes for idle in self._idle) > bound:
                 self._drop()
 
     def clear(self) -> None:

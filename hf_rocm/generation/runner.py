@@ -44,7 +44,7 @@ from hf_rocm.weights.shuffled_copy import counters_watched
 
 # The largest number of recorded steps of one cache, not counting steps that verify drafts, and of recorded draws of one
 # step. Every adapter and attention implementation needs separate recordings.
-_MOST = 4
+_MAX_RECORDINGS = 4
 
 # Keys of the dict of recordings, in addition to those of the recorded steps.
 _RECORDER, _REORDERINGS = "recorder", "reorderings"
@@ -161,7 +161,7 @@ class Runner:
     def draw(self, step: RecordedStep, choice: Choice) -> Tensor:
         """Draw tokens from the last logits of a step, [B, 1]: uncaptured at first, then by a replay."""
         if choice.key not in step.draws:
-            drop_oldest(step.draws, _MOST)
+            drop_oldest(step.draws, _MAX_RECORDINGS)
             step.draws[choice.key] = None
             # The draw has run before, in uncaptured steps, so only the recording failed.
             with suppress(Exception):
@@ -275,7 +275,7 @@ class Runner:
             # The layers may have run different experts implementations; the next step is recorded.
             return outputs
         # Every number of drafts needs its own recording.
-        drop_oldest(cache.recordings, _MOST + cache.longest_step - 1)
+        drop_oldest(cache.recordings, _MAX_RECORDINGS + cache.longest_step - 1)
         cache.recordings[key] = step
         self._state.recorded, self._state.routes = self._state.recorded + 1, step.routes
         return outputs

@@ -10,7 +10,7 @@ _ENTRY = "seen"
 
 # The largest number of keys in each dict. A key belongs to one state of the model, and a model may have any number of
 # states, for example if adapters are loaded and deleted.
-_MOST = 256
+_MAX_KEYS = 256
 
 
 class Seen:
@@ -50,5 +50,5 @@ def seen_over(cache: Any) -> Seen:
 def _keep(keys: dict[Any, Any], key: Hashable, value: Hashable) -> None:
     """Set a value, and drop the oldest one if there are too many."""
     keys[key] = value
-    if len(keys) > _MOST:
+    if len(keys) > _MAX_KEYS:
         del keys[next(iter(keys))]

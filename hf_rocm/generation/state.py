@@ -22,7 +22,7 @@ from hf_rocm.ops.registry import Route
 SETTINGS = "_hf_rocm_graphs"
 
 # The largest number of fingerprints that are stored, for models that switch between adapters.
-_MOST = 16
+_MAX_FINGERPRINTS = 16
 
 _log = logging.getLogger("hf_rocm")
 
@@ -81,7 +81,7 @@ class State:
             if number is None:
                 number = next(self._numbers)
             self._fingerprints[fingerprint] = number
-            for oldest in list(self._fingerprints)[:-_MOST]:
+            for oldest in list(self._fingerprints)[:-_MAX_FINGERPRINTS]:
                 del self._fingerprints[oldest]
             return number
 

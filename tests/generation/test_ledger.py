@@ -67,9 +67,9 @@ def test_unreadable_lines_are_skipped() -> None:
 
 
 def test_the_newest_events_are_returned() -> None:
-    for number in range(ledger._MOST + 5):
+    for number in range(ledger._MAX_EVENTS + 5):
         ledger.record(EVENT.__class__(**{**vars(EVENT), "replays": number}))
-    assert [event.replays for event in ledger.events()] == list(range(5, ledger._MOST + 5))
+    assert [event.replays for event in ledger.events()] == list(range(5, ledger._MAX_EVENTS + 5))
 
 
 def test_an_unwritable_folder_raises_no_error(folder, caplog) -> None:

@@ -281,7 +281,7 @@ def test_the_capacity_is_sufficient_after_a_whole_step_was_removed():
 
 
 def test_the_number_of_keys_of_steps_is_limited(monkeypatch):
-    monkeypatch.setattr(seen, "_MOST", 3)
+    monkeypatch.setattr(seen, "_MAX_KEYS", 3)
     keys = seen.Seen()
     for state in range(5):
         assert not keys.verify((state, "key")) and keys.verify((state, "key"))
@@ -334,7 +334,7 @@ def test_drafts_of_a_launched_step_are_not_searched_again():
     steps = []
 
     def launch(position, count, source):
-        row = torch.cat((source.ids, source.further), dim=1)[0]
+        row = torch.cat((source.ids, source.extra_ids), dim=1)[0]
         step = [*row[source.first :][:1].tolist(), *row[source.drafts :][: count - 1].tolist()]
         steps.append((position, step))
         return "step", torch.tensor([step])

@@ -63,8 +63,8 @@ def test_is_rocm_opens_no_device_and_needs_no_pynvml() -> None:
         "import sys, hf_rocm; assert 'torch' not in sys.modules; hf_rocm.is_rocm(); hf_rocm.gpu_available();"
         "import torch; print(torch.cuda.is_initialized(), 'pynvml' in sys.modules, 'transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "False", "False"]
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "False", "False"]
 
 
 GIB = 2**30

@@ -114,5 +114,5 @@ def test_without_flags_torch_is_not_imported() -> None:
         "import sys, hf_rocm; hf_rocm.setup_environment(allocator='expandable_segments:True');"
         "print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "False"

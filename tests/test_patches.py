@@ -282,8 +282,8 @@ def test_nothing_is_printed_at_exit():
         "patches.apply(patches.Change(Owner, 'y', lambda _: 1), user=other)\n"
         "import hf_rocm; hf_rocm.kept = other\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stderr == ""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stderr == ""
 
 
 class Stack(RuleBasedStateMachine):

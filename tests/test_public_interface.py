@@ -206,8 +206,8 @@ def test_tune(
     fake_aiter("0.1.20", row(layout))
     monkeypatch.setattr(torch.version, "hip", "6.4")
     gemms = [shapes.Gemm(m, 4096, 512, "torch.bfloat16", False) for m in (1, 8)]
-    done = run("tune", "--shapes", write(tmp_path / "shapes.csv", shapes.write(gemms)))
-    compare("tune with aiter", done)
+    result = run("tune", "--shapes", write(tmp_path / "shapes.csv", shapes.write(gemms)))
+    compare("tune with aiter", result)
     good = write(tmp_path / "good.csv", table_text(layout, row(layout)))
     bad = write(tmp_path / "bad.csv", table_text(layout, row(layout), row(layout, N="x")))
     compare("tune check", run("tune", "check", good, bad, tmp_path))

@@ -20,8 +20,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 def test_the_options_table_is_current() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "update-readme"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
 
 
 def test_the_tested_releases_are_those_of_the_test_environments() -> None:

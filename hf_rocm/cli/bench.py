@@ -118,15 +118,15 @@ def model(
     else:
         cases = grid(_kinds(kinds), batches, prompts, new=new)
     with Progress(every=15) as progress:
-        done = _measure(subject, cases, names, tp, rounds=rounds, segment=segment, progress=progress.step)
+        result = _measure(subject, cases, names, tp, rounds=rounds, segment=segment, progress=progress.step)
     if save is not None:
-        record.save(save, done)
+        record.save(save, result)
     if json:
-        print_json(done.to_dict())
+        print_json(result.to_dict())
     else:
-        _print(done)
+        _print(result)
     if chart is not None:
-        draw(done, chart)
+        draw(result, chart)
     if profile is not None:
         _profile(subject, cases[0], profile)
 
@@ -240,7 +240,7 @@ def ops(
     subject = subject_of(None, config, device, dtype, None)
     check_files(save)
     with Progress(every=15) as progress:
-        done = compare_ops(
+        result = compare_ops(
             subject,
             _operations(op),
             rows=numbers(rows, "--rows"),
@@ -251,11 +251,11 @@ def ops(
             progress=progress.step,
         )
     if save is not None:
-        record.save(save, done)
+        record.save(save, result)
     if json:
-        print_json(done.to_dict())
+        print_json(result.to_dict())
     else:
-        _print_ops(done, refused=refused)
+        _print_ops(result, refused=refused)
 
 
 def _operations(text: str | None) -> list[str]:

@@ -53,7 +53,9 @@ def serve(
         typer.Option(metavar="LENGTHS", help="Tokens per prompt: a number, or a range from which lengths are drawn."),
     ] = "60-510",
     new: Annotated[int, typer.Option(metavar="TOKENS", help="Tokens per answer.", min=2)] = 128,
-    answers: Annotated[str, typer.Option(metavar="KIND", help="streamed, whole, or both (alternating).")] = "streamed",
+    answers: Annotated[
+        str, typer.Option(metavar="KIND", help="streamed, whole (non-streaming), or both (alternating).")
+    ] = "streamed",
     endpoint: Annotated[
         str, typer.Option(metavar="NAME", help="completions (text) or chat (messages, with the chat template).")
     ] = "completions",
@@ -112,17 +114,17 @@ def serve(
     sides = (STOCK, PREPARED) if stock else (PREPARED,)
     settings = Settings(batching, _arguments(serve_args), timeout, start_timeout, sides)
     with Progress(every=15) as progress:
-        done = bench_serving(
+        result = bench_serving(
             subject, loads, settings, segment=segment or f"serve {subject.name}", progress=progress.step
         )
     if save is not None:
-        record.save(save, done)
+        record.save(save, result)
     if json:
-        print_json(done.to_dict())
+        print_json(result.to_dict())
     else:
-        _print(done)
+        _print(result)
     if chart is not None:
-        draw(done, chart)
+        draw(result, chart)
 
 
 def _loads(
@@ -135,13 +137,13 @@ def _loads(
     seed: int,
     seconds: float,
     endpoint: str,
-    leaving: float,
+    abandoned_share: float,
 ) -> list[Load]:
     from hf_rocm.tools.bench.serving.client import PATHS
-    from hf_rocm.tools.bench.serving.traffic import ANSWERS, Load
+    from hf_rocm.tools.bench.serving.traffic import RESPONSES, Load
 
-    if answers not in ANSWERS:
-        raise OptionError(f"--answers {answers} is not valid", facts={"allowed": ", ".join(ANSWERS)})
+    if answers not in RESPONSES:
+        raise OptionError(f"--answers {answers} is not valid", facts={"allowed": ", ".join(RESPONSES)})
     if endpoint not in PATHS:
         raise OptionError(f"--endpoint {endpoint} is not valid", facts={"allowed": ", ".join(PATHS)})
     shortest, longest = _lengths(prompt)
@@ -150,7 +152,10 @@ def _loads(
         loops += [(number, None) for number in numbers(clients or "8", "--clients")]
     if rate is not None:
         loops += [(None, number) for number in _rates(rate)]
-    return [Load(*loop, requests, shortest, longest, new, answers, seed, seconds, endpoint, leaving) for loop in loops]
+    return [
+        Load(*loop, requests, shortest, longest, new, answers, seed, seconds, endpoint, abandoned_share)
+        for loop in loops
+    ]
 
 
 def _lengths(text: str) -> tuple[int, int]:

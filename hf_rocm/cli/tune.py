@@ -207,16 +207,16 @@ def merge(
     """
     from hf_rocm.tools.tuning import table_commands
 
-    done = table_commands.merge(files or None, output=output, shipped=shipped, release=release, gpu=gpu)
+    result = table_commands.merge(files or None, output=output, shipped=shipped, release=release, gpu=gpu)
     if json:
-        print_json(done.to_dict())
+        print_json(result.to_dict())
         return
     rows = [
         (share.role, str(share.taken), str(share.repeated), str(share.elsewhere), str(share.failed), str(share.path))
-        for share in done.shares
+        for share in result.shares
     ]
     print_table(("table", "taken", "repeated", "other GPUs", "failed", "file"), rows)
-    print(f"{done.rows} rows for {done.holds_for}: {done.path}")
+    print(f"{result.rows} rows for {result.holds_for}: {result.path}")
 
 
 def _print_job(job: Tuning) -> None:

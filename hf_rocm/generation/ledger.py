@@ -73,7 +73,7 @@ def record(event: Event) -> None:
     try:
         path().parent.mkdir(parents=True, exist_ok=True)
         with path().open("a", encoding="utf-8") as file:
-            # This is one write of less than a page, so that lines don't mix.
+            # This is one write of less than a page, so that lines of concurrent processes don't interleave.
             file.write(json.dumps(asdict(event)) + "\n")
     except OSError as error:
         # `path` also raises this error if this user has no home folder.

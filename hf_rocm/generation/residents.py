@@ -24,7 +24,7 @@ class Source(NamedTuple):
     """
 
     ids: Tensor
-    further: Tensor | None
+    extra_ids: Tensor | None
     first: int
     drafts: int
     header: Tensor | None = None
@@ -120,7 +120,7 @@ class Residents:
         (mask, starts, window), (mask_2, starts_2, window_2) = [*map(_terms, self.masks), _NO_MASK, _NO_MASK][:2]
         (rows, row), (rows_2, row_2) = [*places, _NO_PLACES, _NO_PLACES][:2]
         input_ids = None if source is None else self.input_ids
-        ids, further, first, drafts, header = _NO_IDS if source is None else source
+        ids, extra_ids, first, drafts, header = _NO_IDS if source is None else source
         call = BeginStepCall(
             self._clock,
             self._relative,
@@ -132,7 +132,7 @@ class Residents:
             rows_2,
             input_ids,
             ids,
-            further,
+            extra_ids,
             header,
             position or 0,
             window,

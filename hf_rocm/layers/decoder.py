@@ -126,7 +126,7 @@ def _branch(module: Any, x: Tensor, fused: PrenormResidual, arguments: dict[str,
     if binding is not None and binding.takes_fused:
         if binding.old_name and arguments is not None:
             _rename(arguments)
-        result = binding.replacement(module, fused.around(binding.stock), x, fused=fused, **(arguments or {}))
+        result = binding.replacement(module, fused.with_norm(binding.stock), x, fused=fused, **(arguments or {}))
     elif arguments is None:
         result = module(fused.normed(x))
     else:

@@ -109,7 +109,7 @@ class PrenormResidual:
         parameters = linear._parameters
         return ops.fused_linear(x, parameters["weight"], parameters["bias"], residual=self.residual)
 
-    def around(self, stock: Callable[..., Any]) -> Callable[..., Any]:
+    def with_norm(self, stock: Callable[..., Any]) -> Callable[..., Any]:
         """Return the stock forward, preceded by the norm, for an overlay's function that does not serve the call."""
         return partial(_normed_stock, self, stock)
 
@@ -129,9 +129,9 @@ def can_fuse(x: Tensor) -> bool:
 
 
 def _normed_stock(
-    fused: PrenormResidual, stock: Callable[..., Any], module: Any, x: Tensor, *args: Any, **more: Any
+    fused: PrenormResidual, stock: Callable[..., Any], module: Any, x: Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    return stock(module, fused.normed(x), *args, **more)
+    return stock(module, fused.normed(x), *args, **kwargs)
 
 
 def _is_unhooked(linear: Any) -> bool:

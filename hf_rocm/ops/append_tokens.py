@@ -47,10 +47,10 @@ def _specification(
     tensors = [tensor for tensor in (ids, tokens, unfinished, end_tokens, pad) if tensor is not None]
     dtype, device, rows, padded, grad = ids.dtype, ids.device, len(ids), pad is not None, False
     contiguous = all(tensor.is_contiguous() for tensor in tensors)
-    wide = all(tensor.dtype == torch.int64 for tensor in tensors)
-    here = all(tensor.device == device for tensor in tensors)
+    all_int64 = all(tensor.dtype == torch.int64 for tensor in tensors)
+    same_device = all(tensor.device == device for tensor in tensors)
     ends = 0 if end_tokens is None else len(end_tokens)
-    return (dtype, device, rows, ends, padded, contiguous, wide, here, grad)
+    return (dtype, device, rows, ends, padded, contiguous, all_int64, same_device, grad)
 
 
 def stock(

@@ -27,13 +27,13 @@ def begin_step(call: BeginStepCall) -> None:
 def _specification(call: BeginStepCall) -> tuple[object, ...]:
     clock, mask, second = call.clock, call.mask, call.mask_2
     device, tokens, clocks = clock.device, clock.shape[1], clock.numel()
-    dtype, batch, same = torch.uint8, 1, True
+    dtype, batch, masks_match = torch.uint8, 1, True
     if mask is not None:
         dtype, batch = mask.dtype, mask.shape[0]
-        same = second is None or (second.dtype == dtype and second.shape[0] == batch)
+        masks_match = second is None or (second.dtype == dtype and second.shape[0] == batch)
     masks = (mask is not None) + (second is not None)
     places = (call.places is not None) + (call.places_2 is not None)
-    sources = (call.ids is not None) + (call.further is not None)
+    sources = (call.ids is not None) + (call.extra_ids is not None)
     header = call.header is not None
     window, window_2 = call.window, call.window_2
     starts = call.starts is not None or call.starts_2 is not None
@@ -52,7 +52,7 @@ def _specification(call: BeginStepCall) -> tuple[object, ...]:
         places,
         sources,
         header,
-        same,
+        masks_match,
         contiguous,
         grad,
     )
@@ -79,7 +79,7 @@ def stock(call: BeginStepCall) -> tuple[Tensor, ...]:
     if call.mask_2 is not None:
         _write_mask(call.mask_2, call.clock[2], call.starts_2, call.window_2, call.hidden, call.rolling)
     if call.input_ids is not None and call.ids is not None:
-        ids = call.ids if call.further is None else torch.cat((call.ids, call.further), dim=1)
+        ids = call.ids if call.extra_ids is None else torch.cat((call.ids, call.extra_ids), dim=1)
         drafts = ids[:, call.drafts : call.drafts + call.input_ids.shape[1] - 1]
         call.input_ids.zero_()[:, :1].copy_(ids[:, call.first : call.first + 1])
         call.input_ids[:, 1 : 1 + drafts.shape[1]].copy_(drafts)
@@ -123,11 +123,11 @@ def _cases(spec: BeginStepSpec) -> Iterator[Case]:
         masks = [torch.ones((batch, 1, tokens, size), dtype=spec.dtype, **on_device) for size in (1030, 1037)]
         starts = [torch.arange(batch, **on_device) % 3 if spec.starts else None] * spec.masks
         places = [torch.zeros(21, dtype=torch.int64, **on_device) for _ in range(spec.places)]
-        ids, further, first, drafts = None, None, 8, 9 - tokens
+        ids, extra_ids, first, drafts = None, None, 8, 9 - tokens
         if spec.sources:
             ids = torch.arange(batch * 9, **on_device).view(batch, 9)
         if spec.sources > 1:
-            further = 100 + torch.arange(batch * (tokens + 1), **on_device).view(batch, -1)
+            extra_ids = 100 + torch.arange(batch * (tokens + 1), **on_device).view(batch, -1)
             first, drafts = 9 + tokens, 9 - tokens // 2
         yield Case(
             (
@@ -138,7 +138,7 @@ def _cases(spec: BeginStepSpec) -> Iterator[Case]:
                 *_two(places),
                 None if ids is None else torch.zeros((batch, tokens), dtype=torch.int64, **on_device),
                 ids,
-                further,
+                extra_ids,
                 torch.tensor([2, 1], **on_device) if spec.header else None,
             ),
             (position, spec.window, spec.window_2, hidden, True, 3, 43, first - 2 * spec.header, drafts - spec.header),

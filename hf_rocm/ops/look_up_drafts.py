@@ -39,9 +39,9 @@ def _specification(ids: Tensor, step_ids: Tensor, selected: Tensor, header: Tens
     tensors = ids, step_ids, selected, header
     dtype, device, tokens, grad = ids.dtype, ids.device, step_ids.shape[1], False
     contiguous = all([tensor.is_contiguous() for tensor in tensors])
-    wide = all([tensor.dtype == torch.int64 for tensor in tensors])
-    here = all([tensor.device == device for tensor in tensors])
-    return (dtype, device, tokens, ngram, contiguous, wide, here, grad)
+    all_int64 = all([tensor.dtype == torch.int64 for tensor in tensors])
+    same_device = all([tensor.device == device for tensor in tensors])
+    return (dtype, device, tokens, ngram, contiguous, all_int64, same_device, grad)
 
 
 def stock(ids: Tensor, step_ids: Tensor, selected: Tensor, header: Tensor, ngram: int) -> tuple[Tensor]:

@@ -122,7 +122,7 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
         if not isinstance(current, FunctionType) or id(current) in seen:
             continue
         seen.add(id(current))
-        space = current.__globals__
+        namespace = current.__globals__
         for name, value in _enclosed(current):
             if is_registry(value):
                 registries[id(value)] = Registry(name, value, ())
@@ -130,12 +130,12 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
                 waiting.append(value)
         if hasattr(current, "__wrapped__"):
             waiting.append(current.__wrapped__)
-            if str(space.get("__name__")).startswith("transformers.utils."):
+            if str(namespace.get("__name__")).startswith("transformers.utils."):
                 # These decorators deprecate, check arguments or collect outputs.
                 continue
         for code in _codes(current.__code__):
             for chain in _chains(code):
-                reference = _resolved(space, chain)
+                reference = _resolved(namespace, chain)
                 if reference is None:
                     continue
                 value = reference.value()
@@ -145,7 +145,7 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
                     eager = (reference, *of_function(value).references)
                 elif (callable(value) or is_registry(value)) and not _is_torch_class(value):
                     references[id(reference.holder), reference.name] = reference
-                    if getattr(inspect.unwrap(value), "__globals__", None) is space:
+                    if getattr(inspect.unwrap(value), "__globals__", None) is namespace:
                         waiting.append(value)
             for name in code.co_names:
                 method = None if cls is None else _method(cls, name)
@@ -229,10 +229,10 @@ def _chains(code: CodeType) -> Iterator[list[str]]:
             chain = []
 
 
-def _resolved(space: dict[str, Any], chain: list[str]) -> Reference | None:
+def _resolved(namespace: dict[str, Any], chain: list[str]) -> Reference | None:
     """Resolve a chain through modules of the packages in `OWN`. None for modules, other packages and builtins."""
-    holder, name = space, chain[0]
-    if name not in space:
+    holder, name = namespace, chain[0]
+    if name not in namespace:
         return None
     for attribute in chain[1:]:
         module = holder[name]

@@ -29,7 +29,7 @@ class QuantizationLoss:
 
     tokens: the number of positions. largest, mean: the maximum and mean of the absolute differences. size: the standard
     deviation of the reference's logits. same_choice: the fraction of positions with the same most likely token.
-    divergence: the mean Kullback-Leibler divergence of the model's probabilities from the reference's, in nats.
+    divergence: the mean Kullback-Leibler divergence D(reference ‖ model) of the probabilities, in nats.
     perplexity: (model, reference), or None for models that don't predict the next token.
     """
 
@@ -114,8 +114,8 @@ def measure(
         if reference is None or expected is None:
             expected = logits_of(loaded, pieces)
             dtype = str(next(loaded.parameters()).dtype).removeprefix("torch.")
-            place, size = str(loaded.device), quantizing.nbytes(loaded)
-            reference = Unquantized(type(loaded).__name__, dtype, place, size, decoding_time(loaded, pieces[0]))
+            device_name, size = str(loaded.device), quantizing.nbytes(loaded)
+            reference = Unquantized(type(loaded).__name__, dtype, device_name, size, decoding_time(loaded, pieces[0]))
         quantizing.quantize(loaded, kind, force=force or None, head=head, progress=progress)
         loss = compare(logits_of(loaded, pieces), expected, pieces, predicts=predicts(loaded))
         results.append(Quantized(loaded.__dict__[quantizing.REPORT], loss, decoding_time(loaded, pieces[0])))
@@ -261,8 +261,8 @@ def chunks(ids: Tensor) -> Iterator[Tensor]:
 
 def read(tokenizer: Any, text: str | None, *, tokens: int = 4 * LENGTH) -> Tensor:
     """Return the first tokens of a text, [S]; by default, of Python's own documentation."""
-    words = python_text() if text is None else text
-    ids: list[int] = tokenizer(words[: 20 * tokens])["input_ids"]
+    content = python_text() if text is None else text
+    ids: list[int] = tokenizer(content[: 20 * tokens])["input_ids"]
     return torch.tensor(ids[:tokens], dtype=torch.long)
 
 

@@ -89,11 +89,11 @@ class QuantizedWeight(nn.Module):
         norm: ops.Norm | None = None,
         activation: str | None = None,
         residual: Tensor | None = None,
-        **more: Any,
+        **kwargs: Any,
     ) -> Tensor:
         """Return the outputs [..., stop - start] of the rows from start to stop. x: [..., K].
 
-        norm, activation, residual, more: as in `ops.quantized_linear`.
+        norm, activation, residual, kwargs: as in `ops.quantized_linear`.
         """
         # This is faster than attribute access on a module.
         buffers: Any = self._buffers
@@ -116,7 +116,7 @@ class QuantizedWeight(nn.Module):
             activation=activation,
             residual=residual,
             zeros=zeros,
-            **more,
+            **kwargs,
         )
 
     def scales_of(self, start: int, stop: int | None) -> slice:

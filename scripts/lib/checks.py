@@ -84,7 +84,7 @@ def scripts() -> list[str]:
 
 def _gate(name: str, command: Sequence[str | Path]) -> Outcome:
     began = time.monotonic()
-    done = subprocess.run(
+    result = subprocess.run(
         [str(word) for word in command],
         cwd=ROOT,
         env=clean_environ(MYPYPATH=os.pathsep.join(map(str, (ROOT, ROOT / "scripts", MYPY_CACHE)))),
@@ -95,10 +95,10 @@ def _gate(name: str, command: Sequence[str | Path]) -> Outcome:
         check=False,
     )
     outcome = Outcome(name, seconds=time.monotonic() - began)
-    if done.returncode:
+    if result.returncode:
         outcome.failed = 1
         line(name, "failed", "red", outcome.seconds)
-        echo("\n".join(f"    {text}" for text in done.stdout.strip().splitlines()))
+        echo("\n".join(f"    {text}" for text in result.stdout.strip().splitlines()))
     else:
         outcome.passed = 1
         line(name, "passed", "green", outcome.seconds)

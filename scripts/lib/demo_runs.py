@@ -85,7 +85,7 @@ class Runs:
 
     def output(self, command: Sequence[str | Path], **environ: str) -> str:
         words = [str(word) for word in command]
-        done = subprocess.run(
+        result = subprocess.run(
             words,
             cwd=DEMO,
             env=_environ(**environ),
@@ -94,10 +94,10 @@ class Runs:
             text=True,
             check=False,
         )
-        if done.returncode:
-            end = "\n".join(f"  | {text}" for text in (done.stdout + done.stderr).strip().splitlines()[-20:])
+        if result.returncode:
+            end = "\n".join(f"  | {text}" for text in (result.stdout + result.stderr).strip().splitlines()[-20:])
             raise ScriptError(f"a step of the demo failed\n  command  {' '.join(words)}\n{end}")
-        return done.stdout
+        return result.stdout
 
     def _worker(self, *words: str | Path, **environ: str) -> None:
         self.output([self.environment.python, ROOT / "scripts" / "demo_worker.py", *words], **environ)

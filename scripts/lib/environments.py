@@ -205,7 +205,7 @@ def clean_environ(**changes: str) -> dict[str, str]:
 
 def run(command: Sequence[str], *, failure: str, hint: str = "") -> str:
     """Run a command quietly and return its output. If it fails, raise `ScriptError` with the end of the output."""
-    done = subprocess.run(
+    result = subprocess.run(
         command,
         cwd=ROOT,
         env=clean_environ(),
@@ -216,11 +216,11 @@ def run(command: Sequence[str], *, failure: str, hint: str = "") -> str:
         check=False,
         pass_fds=_locks,
     )
-    if done.returncode:
-        end = "\n".join(f"  | {text[:200]}" for text in done.stdout.strip().splitlines()[-20:])
+    if result.returncode:
+        end = "\n".join(f"  | {text[:200]}" for text in result.stdout.strip().splitlines()[-20:])
         advice = f"\n\nhint: {hint}" if hint else ""
-        raise ScriptError(f"{failure}\n  command  {' '.join(command)}\n  exit     {done.returncode}\n{end}{advice}")
-    return done.stdout
+        raise ScriptError(f"{failure}\n  command  {' '.join(command)}\n  exit     {result.returncode}\n{end}{advice}")
+    return result.stdout
 
 
 def _requirements(built: Path) -> str:

@@ -21,9 +21,9 @@ def fault_injection() -> None:
             "the slow tests inject faults with strace, which is not installed\n\nhint: apt-get install strace"
         )
     probe = [strace, "-f", "-qq", "-o", os.devnull, "-e", "inject=access:error=EIO:when=1+", "true"]
-    done = subprocess.run(probe, capture_output=True, text=True, check=False)
-    if done.returncode:
+    result = subprocess.run(probe, capture_output=True, text=True, check=False)
+    if result.returncode:
         raise ScriptError(
-            f"strace can't inject faults here: {done.stderr.strip()}\n\n"
+            f"strace can't inject faults here: {result.stderr.strip()}\n\n"
             "hint: ptrace must be allowed; for a container: --cap-add=SYS_PTRACE"
         )

@@ -190,16 +190,16 @@ def _arch() -> str | None:
     tool = shutil.which("rocminfo") or "/opt/rocm/bin/rocminfo"
     if not Path(tool).exists():
         return None
-    done = subprocess.run([tool], capture_output=True, text=True, check=False)
-    matched = re.search(r"\bgfx[0-9a-f]{3,4}\b", done.stdout)
+    result = subprocess.run([tool], capture_output=True, text=True, check=False)
+    matched = re.search(r"\bgfx[0-9a-f]{3,4}\b", result.stdout)
     return matched[0] if matched else None
 
 
 def _pip(command: Sequence[str], variables: dict[str, str]) -> None:
     import os
 
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "pip", *command], env={**os.environ, **variables}, stdin=subprocess.DEVNULL, check=False
     )
-    if done.returncode:
-        raise ScriptError(f"pip failed\n  command  pip {' '.join(command)}\n  exit     {done.returncode}")
+    if result.returncode:
+        raise ScriptError(f"pip failed\n  command  pip {' '.join(command)}\n  exit     {result.returncode}")

@@ -105,7 +105,7 @@ def _run_parity(interpreter: Interpreter, log: Path, fault: str, models: Sequenc
     environ = interpreter.environ(
         PLUGIN.parent, ROOT, UPSTREAM_FAULT=fault, UPSTREAM_FAULT_LOG=str(log), HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1"
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [str(word) for word in command], cwd=ROOT, env=environ, capture_output=True, text=True, check=False
     )
-    return done.stdout + done.stderr
+    return result.stdout + result.stderr

@@ -138,8 +138,8 @@ def _spread(factor: float) -> None:
 
     normal = init.normal_
 
-    def spread(tensor: Any, mean: float = 0.0, std: float = 1.0, **more: Any) -> Any:
-        return normal(tensor, mean=mean, std=std * factor, **more)
+    def spread(tensor: Any, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> Any:
+        return normal(tensor, mean=mean, std=std * factor, **kwargs)
 
     init.normal_ = spread
 

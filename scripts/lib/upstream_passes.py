@@ -220,7 +220,7 @@ def _output(interpreter: Interpreter, arguments: Sequence[str], failure: str) ->
     # In a checkout, Python would import the checkout's modules first.
     directory = tempfile.gettempdir()
     environ = interpreter.environ()
-    done = subprocess.run(command, env=environ, cwd=directory, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise ScriptError(f"{failure}\n  command  {' '.join(command)}\n\n{(done.stdout + done.stderr)[-3000:]}")
-    return done.stdout.strip()
+    result = subprocess.run(command, env=environ, cwd=directory, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise ScriptError(f"{failure}\n  command  {' '.join(command)}\n\n{(result.stdout + result.stderr)[-3000:]}")
+    return result.stdout.strip()

@@ -156,9 +156,9 @@ def _download(release: str, builder: Environment, folder: Path) -> Path:
     """Download with pip, which uses the configured index. pip prepares the metadata and builds nothing."""
     command = [str(builder.python), "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--no-binary", "transformers", "--dest", str(folder), f"transformers=={release}"]
-    done = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, check=False)
+    result = subprocess.run(command, env=clean_environ(), capture_output=True, text=True, check=False)
     archive = folder / f"transformers-{release}.tar.gz"
-    if done.returncode or not archive.is_file():
-        stderr = done.stderr.strip()[-1000:]
+    if result.returncode or not archive.is_file():
+        stderr = result.stderr.strip()[-1000:]
         raise ScriptError(f"the source distribution of transformers {release} could not be downloaded\n\n{stderr}")
     return archive

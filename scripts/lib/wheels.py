@@ -90,12 +90,12 @@ def _recorded(catalog: Catalog, releases: list[str]) -> list[str]:
 
 
 def _pip(*arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
-    if done.returncode:
+    result = subprocess.run([sys.executable, "-m", "pip", *arguments], capture_output=True, text=True, check=False)
+    if result.returncode:
         raise OverlayError(
-            f"pip {arguments[0]} failed", facts={"command": " ".join(arguments), "found": done.stderr.strip()[-500:]}
+            f"pip {arguments[0]} failed", facts={"command": " ".join(arguments), "found": result.stderr.strip()[-500:]}
         )
-    return done.stdout
+    return result.stdout
 
 
 def _covered(catalog: Catalog, release: str) -> bool:

@@ -28,14 +28,14 @@ def outcome(folder, *, before=""):
     print("aiter" in sys.modules)
     """
     paths = f"import sys; sys.path[:] = {sys.path!r}\n"
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-W", "error", "-c", paths + textwrap.dedent(script)],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr
-    sentence, imported = done.stdout.strip().splitlines()[-2:]
+    assert result.returncode == 0, result.stderr
+    sentence, imported = result.stdout.strip().splitlines()[-2:]
     return sentence, imported == "True"
 
 

@@ -84,6 +84,6 @@ def test_the_command_refuses_a_torch_without_rocm():
     paths = f"import sys; sys.path[:] = {sys.path!r}; sys.argv = ['install-aiter', '--dry-run']; "
     script = str(SCRIPTS / "install-aiter")
     run = f"import runpy; sys.path.insert(0, {str(SCRIPTS)!r}); runpy.run_path({script!r}, run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", paths + run], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "aiter needs a ROCm build of PyTorch" in done.stderr
+    result = subprocess.run([sys.executable, "-c", paths + run], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "aiter needs a ROCm build of PyTorch" in result.stderr

@@ -33,7 +33,7 @@ CASES = 40
 # The number of recorded launches per variant, for proofs.
 LAUNCHES = 4
 # A launch stops after this multiple of the maximum number of instructions without a fault, plus 20 000.
-SLOWER = 4
+MAX_SLOWDOWN = 4
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Faults:
     def survey(self) -> list[str]:
         """Run every case without faults. Returns the names of the cases that fail; they are excluded."""
         passing = []
-        with _listed(driver.WATCHERS, self.watch), _listed(driver.KEEPERS, self.keep):
+        with _registered(driver.WATCHERS, self.watch), _registered(driver.KEEPERS, self.keep):
             for number in range(len(self.items)):
                 self.current = number
                 if self._failure(number) is None:
@@ -111,17 +111,17 @@ class Faults:
 
     def _plant_one(self, code: Code) -> Planted:
         texts = code.instructions()
-        whole = code.program
+        original = code.program
         for fault in mutate.drawn(texts, sorted(self.reached[code.key]), self.random):
             try:
-                changed = whole.with_instruction(fault.index, fault.after)
+                changed = original.with_instruction(fault.index, fault.after)
             except (UnknownInstruction, ValueError, KeyError, IndexError, TypeError):
                 # The fault is not valid assembly.
                 continue
             return self._try(code, fault, changed)
         raise AssertionError("drawn() is endless")
 
-    def again(self, planted: Sequence[Mapping[str, Any]]) -> Iterator[Planted]:
+    def plant_again(self, planted: Sequence[Mapping[str, Any]]) -> Iterator[Planted]:
         """Plant the faults of an earlier session in the same instructions. If a variant has changed, use the
         nearest instruction of the kernel with the same text, preferably in the same variant. Faults without such an
         instruction are skipped."""
@@ -147,12 +147,12 @@ class Faults:
 
     def _try(self, code: Code, fault: mutate.Fault, changed: Program) -> Planted:
         """Run up to `CASES` cases of a variant with a fault, until one fails."""
-        whole = code.program
+        original = code.program
         detected, ran = None, 0
         order = sorted(self.cases[code.key], key=lambda case: self.cases[code.key][case])
         # With a count of 0, launches use the same addresses as the first launches without faults.
         code.program, code.launches = changed, 0
-        driver.LIMIT = SLOWER * self.executed[code.key] + 20_000
+        driver.LIMIT = MAX_SLOWDOWN * self.executed[code.key] + 20_000
         try:
             for case in order[:CASES]:
                 ran += 1
@@ -160,8 +160,8 @@ class Faults:
                 if detected is not None:
                     break
         finally:
-            code.program, driver.LIMIT = whole, driver.DEFAULT_LIMIT
-        proof = equivalent.proof(whole, changed, fault.index, self.launches[code.key]) if detected is None else None
+            code.program, driver.LIMIT = original, driver.DEFAULT_LIMIT
+        proof = equivalent.proof(original, changed, fault.index, self.launches[code.key]) if detected is None else None
         kind = (fault.kind, fault.index, fault.before, fault.after)
         names = tuple(self.items[case].nodeid for case in order[: min(ran, 3)])
         return Planted(code.arch, code.name, code.key, *kind, detected, ran, names, proof)
@@ -183,7 +183,7 @@ def run(session: pytest.Session, path: Path) -> None:
             terminal.write_line(f"{name} fails without a fault")
     earlier, count = (session.config.getoption(f"--machine-code-{name}") for name in ("again", "faults"))
     again = [] if earlier is None else json.loads(earlier.read_text(encoding="utf-8"))
-    for fault in faults.plant(count) if earlier is None else faults.again(again):
+    for fault in faults.plant(count) if earlier is None else faults.plant_again(again):
         planted.append(fault)
         if terminal is not None:
             outcome = "detected" if fault.detected else "no change" if fault.proof else "NOT DETECTED"
@@ -196,7 +196,7 @@ def run(session: pytest.Session, path: Path) -> None:
 
 
 @contextmanager
-def _listed(functions: list[Any], function: Any) -> Iterator[None]:
+def _registered(functions: list[Any], function: Any) -> Iterator[None]:
     functions.append(function)
     try:
         yield

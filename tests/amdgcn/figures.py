@@ -230,8 +230,10 @@ def main(arguments: list[str]) -> int:
     rows = list[Figures]()
     # One process per architecture, because Triton caches compiled kernels.
     for arch in arguments or list(MEMORIES):
-        done = subprocess.run([sys.executable, "-m", __spec__.name, "--one", arch], stdout=subprocess.PIPE, check=True)
-        rows += [Figures(**figures) for figures in json.loads(done.stdout)]
+        result = subprocess.run(
+            [sys.executable, "-m", __spec__.name, "--one", arch], stdout=subprocess.PIPE, check=True
+        )
+        rows += [Figures(**figures) for figures in json.loads(result.stdout)]
     rows.sort(key=lambda figures: (figures.case, figures.kernel))
     print(table(rows))
     return 0

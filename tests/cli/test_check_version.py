@@ -45,15 +45,15 @@ def test_it_takes_little_cpu_time_and_imports_nothing_heavy(site: Site) -> None:
     def timed(*command: str) -> tuple[float, subprocess.CompletedProcess[str]]:
         # Measure CPU time, which depends little on other load.
         began = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
+        result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=True)
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime, done
+        return ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime, result
 
     runs = [timed("-c", PROBE, "--transformers-path", str(site.path)) for _ in range(5)]
     baseline = min(timed("-c", "import asyncio")[0] for _ in range(5))
-    done = runs[-1][1]
-    assert done.stderr.strip() == "[] 0"
-    assert {file["match"] for file in json.loads(done.stdout)["files"]} == {"verified"}
+    result = runs[-1][1]
+    assert result.stderr.strip() == "[] 0"
+    assert {file["match"] for file in json.loads(result.stdout)["files"]} == {"verified"}
     assert min(seconds for seconds, _ in runs) < max(1.0, 10 * baseline)
 
 

@@ -281,14 +281,14 @@ def test_after_a_signal_the_exit_code_is_128_plus_its_number_and_the_run_is_undo
 
 
 def test_python_m_runs_the_command(site: Site) -> None:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "hf_rocm", "status", "--transformers-path", str(site.path), "--json"],
         cwd=Path(__file__).resolve().parents[2],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert json.loads(done.stdout)["transformers"]["path"] == str(site.root)
+    assert json.loads(result.stdout)["transformers"]["path"] == str(site.root)
 
 
 def test_ctrl_c_before_any_write_exits_with_130(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

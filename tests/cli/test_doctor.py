@@ -141,8 +141,8 @@ def test_this_machine_is_examined_without_imports_that_may_crash() -> None:
     import subprocess
     import sys
 
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["[]", "system", "True"], done.stderr
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["[]", "system", "True"], result.stderr
 
 
 def test_the_real_torch_child_returns_facts(monkeypatch: pytest.MonkeyPatch) -> None:

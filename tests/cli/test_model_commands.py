@@ -130,8 +130,8 @@ def test_the_filter_is_also_set_if_the_hub_was_not_imported_yet():
             handlers = logging.getLogger("huggingface_hub").handlers
             print(len(handlers), all(handler.filters for handler in handlers))
     """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["1", "True"]
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["1", "True"]
 
 
 @pytest.mark.parametrize(("word", "near"), [("serv", "serve"), ("chek", "check")])

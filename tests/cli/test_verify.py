@@ -88,7 +88,7 @@ def test_a_checkpoint_is_verified_with_a_chart(tiny_checkpoint, golden, tmp_path
 @pytest.mark.parametrize("path", ["{folder}/missing/g", "", "{folder}", "{folder}/file/g"])
 @pytest.mark.parametrize("option", ["--save-golden", "--picture"])
 def test_an_output_that_cannot_be_written_is_refused_before_the_run(tmp_path, option, path, capsys, monkeypatch):
-    monkeypatch.setattr("hf_rocm.cli.verify._loaded", lambda *arguments, **more: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("hf_rocm.cli.verify._loaded", lambda *arguments, **kwargs: pytest.fail("a model was loaded"))
     (tmp_path / "file").touch()
     assert verify("--config", "tiny-llama", option, path.format(folder=tmp_path)) == 1
     err = capsys.readouterr().err
@@ -96,7 +96,7 @@ def test_an_output_that_cannot_be_written_is_refused_before_the_run(tmp_path, op
 
 
 def test_without_rocm_and_force_nothing_is_loaded(tiny_checkpoint, golden, capsys, monkeypatch):
-    monkeypatch.setattr("hf_rocm.cli.verify._loaded", lambda *arguments, **more: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("hf_rocm.cli.verify._loaded", lambda *arguments, **kwargs: pytest.fail("a model was loaded"))
     for arguments in ((tiny_checkpoint,), ("--config", "tiny-llama"), (tiny_checkpoint, "--golden", golden)):
         capsys.readouterr()
         assert verify(*arguments) == 1
@@ -105,7 +105,7 @@ def test_without_rocm_and_force_nothing_is_loaded(tiny_checkpoint, golden, capsy
 
 
 def test_a_line_on_stderr_precedes_the_loading_of_the_model(tiny_checkpoint, capsys, monkeypatch):
-    def loaded(*arguments, **more):
+    def loaded(*arguments, **kwargs):
         print("loading", file=sys.stderr)
         raise LoadError("no model")
 
@@ -131,7 +131,7 @@ def test_a_golden_file_can_be_a_device_or_a_link(golden, tiny_checkpoint, tmp_pa
 
 
 def test_the_python_interface_refuses_an_unwritable_golden_file_before_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_rocm.tools.verify.run.cases", lambda *arguments, **more: pytest.fail("it ran"))
+    monkeypatch.setattr("hf_rocm.tools.verify.run.cases", lambda *arguments, **kwargs: pytest.fail("it ran"))
     model = random_model("tiny-llama", dtype="float32", device=torch.device("cpu"))
     with pytest.raises(GoldenError, match="can't be written"):
         verify_model(model, force=True, save_golden=tmp_path / "missing" / "g")

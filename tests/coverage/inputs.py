@@ -97,11 +97,11 @@ def in_float64() -> Iterator[None]:
     def limits(dtype: torch.dtype = kept) -> Any:
         return double if dtype == torch.float64 else finfo(dtype)
 
-    def softmax(x: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **more: Any) -> torch.Tensor:
-        return stock(x, *args, dtype=None if x.dtype == torch.float64 else dtype, **more)
+    def softmax(x: torch.Tensor, *args: Any, dtype: torch.dtype | None = None, **kwargs: Any) -> torch.Tensor:
+        return stock(x, *args, dtype=None if x.dtype == torch.float64 else dtype, **kwargs)
 
-    def grid_sample(x: torch.Tensor, grid: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:
-        return sample(x.double(), grid.double(), *args, **more)
+    def grid_sample(x: torch.Tensor, grid: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return sample(x.double(), grid.double(), *args, **kwargs)
 
     torch.set_default_dtype(torch.float64)
     functional.softmax, functional.grid_sample = softmax, grid_sample

@@ -121,5 +121,5 @@ def test_the_pages_equal_the_record():
     import sys
 
     script = RECORDS.parents[1] / "scripts" / "support-matrix"
-    done = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, str(script), "--check"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -38,7 +38,7 @@ def test_another_process_has_the_same_facts():
     import os
 
     path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", OTHER_PROCESS],
         env={**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "7"},
         capture_output=True,
@@ -46,7 +46,7 @@ def test_another_process_has_the_same_facts():
         check=True,
     )
     expected = facts_of(dtype=torch.bfloat16, words={"a", "b"}, token=3)
-    assert json.loads(done.stdout) == expected
+    assert json.loads(result.stdout) == expected
     assert expected["argument dtype"] == "torch.bfloat16" and "argument token" not in expected
     assert {
         "hf_rocm",

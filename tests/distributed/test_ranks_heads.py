@@ -13,9 +13,9 @@ from hf_rocm.errors import RankError
 AUTO = {"tp_plan": "auto"}
 
 
-def llama(query=4, key_value=2, **more):
+def llama(query=4, key_value=2, **kwargs):
     return transformers.LlamaConfig(
-        hidden_size=8 * query, num_attention_heads=query, num_key_value_heads=key_value, **more
+        hidden_size=8 * query, num_attention_heads=query, num_key_value_heads=key_value, **kwargs
     )
 
 

@@ -185,6 +185,6 @@ def test_the_reference_matches_the_sources_and_the_site_has_no_broken_link(tmp_p
         f"sys.exit(site.build(Path({str(tmp_path)!r})))"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "scripts"), *filter(None, sys.path)])}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
     assert (tmp_path / "index.html").exists() and (tmp_path / "reference" / "commands.html").exists()

@@ -334,7 +334,7 @@ def test_drafts_of_a_launched_step_are_not_searched_again():
     steps = []
 
     def launch(position, count, source):
-        row = torch.cat((source.ids, source.further), dim=1)[0]
+        row = torch.cat((source.ids, source.extra_ids), dim=1)[0]
         step = [*row[source.first :][:1].tolist(), *row[source.drafts :][: count - 1].tolist()]
         steps.append((position, step))
         return "step", torch.tensor([step])

@@ -230,5 +230,5 @@ assert type(stock.encoder.layer[0].output.get_submodule(sys.argv[2])) is Scaled
 def test_a_class_that_was_replaced_in_torch_nn_is_detected(name, child, tmp_path):
     script = tmp_path / "replaced.py"
     script.write_text(REPLACED)
-    done = subprocess.run([sys.executable, str(script), name, child], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    result = subprocess.run([sys.executable, str(script), name, child], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr

@@ -229,8 +229,10 @@ def test_an_installed_block_enables_auto_prepare_if_the_environment_requests_it(
         """
     )
     environment = {**os.environ, "HF_ROCM_AUTO": value, "HF_ROCM_FORCE": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-1] == str(prepared)
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    assert result.stdout.split()[-1] == str(prepared)
 
 
 @pytest.mark.parametrize("also", ["diffusers", 3, None])

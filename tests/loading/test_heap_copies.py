@@ -92,13 +92,13 @@ def test_the_fault_depends_on_the_kernel_and_the_gpus(kernel: str, gpus: tuple[s
     ("kernel", "gpus", "copied"),
     [(STALLS, ("gfx1100",), True), (USUAL, ("gfx1151",), True), (USUAL, ("gfx1100",), False), (STALLS, (), False)],
 )
-@pytest.mark.parametrize("way", ["from_pretrained", "auto_prepare"])
+@pytest.mark.parametrize("entry_point", ["from_pretrained", "auto_prepare"])
 def test_loaded_weights_are_heap_copies_only_on_machines_with_the_fault(
-    simulate_machine, folder, kernel, gpus, copied, way
+    simulate_machine, folder, kernel, gpus, copied, entry_point
 ) -> None:
     simulate_machine(kernel, *gpus)
     stock = vars(modeling_utils)["safe_open"]
-    if way == "auto_prepare":
+    if entry_point == "auto_prepare":
         auto.auto_prepare(force=True)
         try:
             model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -124,7 +124,7 @@ def test_a_model_that_stays_stock_is_loaded_like_stock(simulate_machine, folder)
 
 
 @needs_pagemap
-def test_pages_that_were_copied_leave_memory(simulate_machine, large) -> None:
+def test_copied_pages_are_released(simulate_machine, large) -> None:
     simulate_machine(USUAL, "gfx1151")
     with heap_copies.where_needed(), modeling_utils.safe_open(large, framework="pt") as file:
         before = resident_file_bytes()

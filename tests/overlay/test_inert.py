@@ -66,14 +66,14 @@ def test_an_inert_block_is_cheap_and_imports_only_the_listed_modules(blocks: str
     runs = []
     # The first run compiles the files, as installers do; the fastest time of a block counts.
     for _ in range(40):
-        done = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", TIMED, blocks],
             env={**variables, "PYTHONPATH": str(ROOT), "PYTHONPYCACHEPREFIX": str(tmp_path / "compiled")},
             capture_output=True,
             text=True,
             check=True,
         )
-        runs.append(json.loads(done.stdout))
+        runs.append(json.loads(result.stdout))
         first, *others = [min(times) for times in zip(*(run["times"] for run in runs), strict=True)]
         standard = min(run["standard"] for run in runs)
         cheap = first < max(0.005, standard / 6) and max(others) < max(0.001, standard / 30)

@@ -28,8 +28,8 @@ def installed(whole_site, tmp_path_factory) -> Site:
     """A separate transformers with all overlays installed."""
     path = tmp_path_factory.mktemp("installed") / "site"
     shutil.copytree(whole_site.path, path, copy_function=os.link)
-    done = run(None, "-m", "hf_rocm", "install-overlays", "--transformers-path", str(path / "transformers"))
-    assert done.returncode == 0, done.stderr
+    result = run(None, "-m", "hf_rocm", "install-overlays", "--transformers-path", str(path / "transformers"))
+    assert result.returncode == 0, result.stderr
     return Site(path)
 
 
@@ -75,9 +75,9 @@ def report(
         + "\nprint(json.dumps(facts))"
     )
     folders = json.dumps({name: str(folder) for name, folder in checkpoints.items()})
-    done = run(site, "-c", script, str(site.path), folders, **environment)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    result = run(site, "-c", script, str(site.path), folders, **environment)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
 
 
 INERT = """
@@ -156,7 +156,7 @@ def test_without_hf_rocm_an_installed_overlay_is_stock(installed, checkpoints, s
 @at_the_ends
 def test_with_a_block_of_another_release_the_model_stays_stock_with_one_message(installed, checkpoints):
     script = "import hf_rocm\nhf_rocm.__version__ = '99.0'\n"
-    done = run(
+    result = run(
         installed,
         "-W",
         "always",
@@ -164,15 +164,15 @@ def test_with_a_block_of_another_release_the_model_stays_stock_with_one_message(
         script + "import transformers.models.llama.modeling_llama as m\nprint(m.LlamaMLP.forward.__code__.co_filename)",
         HF_ROCM_FORCE="1",
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip().endswith("modeling_llama.py")
-    assert done.stderr.count("the model stays stock") == 1 and "hf-rocm install-overlays" in done.stderr
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip().endswith("modeling_llama.py")
+    assert result.stderr.count("the model stays stock") == 1 and "hf-rocm install-overlays" in result.stderr
 
 
 @at_the_ends
 def test_an_invalid_variable_does_not_break_the_import(installed):
-    done = run(
+    result = run(
         installed, "-W", "always", "-c", "import transformers.models.llama.modeling_llama", HF_ROCM_FORCE="maybe"
     )
-    assert done.returncode == 0, done.stderr
-    assert "HF_ROCM_FORCE=maybe" in done.stderr
+    assert result.returncode == 0, result.stderr
+    assert "HF_ROCM_FORCE=maybe" in result.stderr

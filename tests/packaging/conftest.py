@@ -34,8 +34,8 @@ def build(run: Run) -> Callable[[str, Path, Path], Path]:
     pytest.importorskip("hatchling")
 
     def make(target: str, source: Path, out: Path) -> Path:
-        done = run("-m", "hatchling", "build", "--target", target, "--directory", out, cwd=source)
-        assert done.returncode == 0, done.stdout + done.stderr
+        result = run("-m", "hatchling", "build", "--target", target, "--directory", out, cwd=source)
+        assert result.returncode == 0, result.stdout + result.stderr
         (built,) = out.iterdir()
         return built
 
@@ -51,6 +51,6 @@ def wheel(build: Callable[[str, Path, Path], Path], tmp_path_factory: pytest.Tem
 def installed(wheel: Path, run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder that contains only the installed wheel."""
     target = tmp_path_factory.mktemp("installed")
-    done = run("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target, wheel)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = run("-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", target, wheel)
+    assert result.returncode == 0, result.stdout + result.stderr
     return target

@@ -29,9 +29,9 @@ def test_the_import_is_fast_and_imports_no_heavy_module(module: str, run: Run) -
     seconds, standard = [], []
     # Take the fastest run, because other processes slow some runs down.
     for _ in range(7):
-        done = run("-c", TIMED.format(module=module, heavy=HEAVY))
-        assert done.returncode == 0, done.stderr
-        duration, heavy, asyncio = json.loads(done.stdout)
+        result = run("-c", TIMED.format(module=module, heavy=HEAVY))
+        assert result.returncode == 0, result.stderr
+        duration, heavy, asyncio = json.loads(result.stdout)
         assert heavy == []
         seconds.append(duration)
         standard.append(asyncio)
@@ -40,13 +40,13 @@ def test_the_import_is_fast_and_imports_no_heavy_module(module: str, run: Run) -
 
 def test_check_version_imports_neither_torch_nor_transformers(run: Run) -> None:
     code = "import sys, hf_rocm.check_version as c; c.main([]); print([n for n in {} if n in sys.modules])"
-    done = run("-c", code.format(HEAVY[:5]))
-    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr
+    result = run("-c", code.format(HEAVY[:5]))
+    assert result.stdout.splitlines()[-1] == "[]", result.stdout + result.stderr
 
 
 def test_every_public_name_exists(run: Run) -> None:
-    done = run("-c", "import hf_rocm; print([name for name in hf_rocm.__all__ if not hasattr(hf_rocm, name)])")
-    assert done.stdout.strip() == "[]", done.stderr
+    result = run("-c", "import hf_rocm; print([name for name in hf_rocm.__all__ if not hasattr(hf_rocm, name)])")
+    assert result.stdout.strip() == "[]", result.stderr
 
 
 def test_dir_lists_every_public_name_once_and_no_imports(run: Run) -> None:

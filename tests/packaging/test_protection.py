@@ -62,8 +62,8 @@ def would_install(python: Path, requirement: str, report: Path, *options: str) -
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--dry-run", *options]
     command = [*pip, "--report", str(report), requirement]
     environ = {**os.environ, "PIP_CONSTRAINT": str(unconstrained)}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
     data = (item["metadata"] for item in json.loads(report.read_text())["install"])
     return {metadata["name"].lower(): metadata["version"] for metadata in data}
 

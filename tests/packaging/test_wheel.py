@@ -69,16 +69,16 @@ def test_no_requirement_pins_torch_or_names_triton(wheel: Path) -> None:
 @pytest.mark.parametrize("command", [["-m", "hf_rocm"], ["bin/hf-rocm"]], ids=["python -m hf_rocm", "hf-rocm"])
 def test_the_command_line_starts(command: list[str], installed: Path, run: Run) -> None:
     words = [str(installed / word) if "/" in word else word for word in command]
-    done = run(*words, "--version", path=installed)
-    assert (done.returncode, done.stdout.strip()) == (0, f"hf-rocm {hf_rocm.__version__}"), done.stderr
+    result = run(*words, "--version", path=installed)
+    assert (result.returncode, result.stdout.strip()) == (0, f"hf-rocm {hf_rocm.__version__}"), result.stderr
     assert run(*words, "no-such-command", path=installed).returncode == 2
 
 
 def test_the_installed_wheel_loads_its_overlays(installed: Path, run: Run) -> None:
     code = "from hf_rocm.overlay import catalog; print(*sorted(catalog.load().models()))"
-    done = run("-c", code, path=installed)
+    result = run("-c", code, path=installed)
     models = {file.parent.name for file in (ROOT / "overlays").glob("*/models/*/modeling_*.py")}
-    assert set(done.stdout.split()) == models and len(models) > 60, done.stderr
+    assert set(result.stdout.split()) == models and len(models) > 60, result.stderr
 
 
 def test_the_tests_run_against_the_wheel() -> None:

@@ -22,7 +22,7 @@ def lib(monkeypatch, tmp_path):
         monkeypatch.setattr(module, "DEMO", tmp_path / ".demo")
     monkeypatch.setattr(demo, "lock", nullcontext)
     steps = demo.Demo
-    monkeypatch.setattr(demo, "Demo", lambda *arguments, **more: pytest.fail("the demo ran"))
+    monkeypatch.setattr(demo, "Demo", lambda *arguments, **kwargs: pytest.fail("the demo ran"))
     return SimpleNamespace(demo=demo, steps=steps, runs=demo_runs, folder=tmp_path / ".demo")
 
 

@@ -115,7 +115,7 @@ def test_one_release_runs_the_given_paths(version: str, lib: SimpleNamespace, mo
     monkeypatch.setattr(lib.testing, "lock", nullcontext)
     monkeypatch.setattr(lib.testing, "base", lambda: None)
     monkeypatch.setattr(lib.testing, "wheel", lambda *_: None)
-    monkeypatch.setattr(lib.testing, "release", lambda name, *_, **more: environments.append((name, more)))
+    monkeypatch.setattr(lib.testing, "release", lambda name, *_, **kwargs: environments.append((name, kwargs)))
     monkeypatch.setattr(lib.testing, "run_all", lambda planned: suites.extend(planned) or [])
     assert lib.testing.main(["--release", version, "--", "tests/coverage", "-k", "mistral"]) == 0
     assert environments == [(version, {})]
@@ -181,6 +181,6 @@ def test_a_file_that_differs_from_its_wheel_is_detected(lib: SimpleNamespace, tm
 @pytest.mark.parametrize("script", ["test", "check", "demo"])
 def test_every_script_has_help_and_refuses_unknown_options(script: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / script)]
-    done = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0 and f"scripts/{script}" in done.stdout, done.stderr
+    result = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0 and f"scripts/{script}" in result.stdout, result.stderr
     assert subprocess.run([*command, "--no-such"], capture_output=True, check=False).returncode == 2

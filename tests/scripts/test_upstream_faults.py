@@ -63,8 +63,8 @@ def lib(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 @pytest.mark.parametrize("fault", CHANGED)
 def test_a_fault_changes_its_own_calls_and_no_others(fault: str) -> None:
     command = [sys.executable, "-c", PLANTED, str(ROOT / "scripts" / "lib"), fault]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    changed, reached = json.loads(done.stdout)
+    result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    changed, reached = json.loads(result.stdout)
     assert changed == CHANGED[fault] and reached == len(changed)
 
 

@@ -84,10 +84,10 @@ def site(path: Path, *models: str) -> Path:
     metadata = next(source.parent.glob("transformers-*.dist-info"))
     shutil.copytree(metadata, path / metadata.name)
     command = ["-m", "hf_rocm", "install-overlays", *models, "--transformers-path", str(package)]
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *command], cwd=path, env=variables(), capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert result.returncode == 0, result.stdout + result.stderr
     return path
 
 

@@ -119,7 +119,7 @@ def test_an_invalid_override_is_a_warning(good: Facts) -> None:
     assert levels(override(good)) == []
 
 
-def test_a_torch_that_is_missing_old_or_computes_wrong_results_is_reported(good: Facts) -> None:
+def test_a_torch_that_is_missing_or_old_or_computes_wrong_results_is_reported(good: Facts) -> None:
     assert "torch is not installed" in next(torch(replace(good, torch=replace(good.torch, version=None)))).what
     old = replace(good, torch=replace(good.torch, version="2.4.1+rocm6.1"))
     assert "older than 2.6" in next(torch(old)).what
@@ -165,7 +165,7 @@ def with_packages(facts: Facts, **versions: str) -> Facts:
     return replace(facts, packages={**facts.packages, **distributions})
 
 
-def with_answer(facts: Facts, **info: object) -> Facts:
+def with_torch_facts(facts: Facts, **info: object) -> Facts:
     result = facts.torch_result
     return replace(facts, torch_result=replace(result, facts={**result.facts, **info}))
 
@@ -224,8 +224,8 @@ def test_the_oldest_triton_is_the_one_that_the_kernels_require() -> None:
 
 def test_an_allocator_that_was_not_tested_or_failed_is_reported(good: Facts) -> None:
     changed = with_environment(good, PYTORCH_ALLOC_CONF="max_split_size_mb:128")
-    assert "not tested: there is no GPU" in next(allocator(with_answer(changed, allocator=None))).what
-    failed = with_answer(changed, allocator={"error": "ArithmeticError: a live block was overwritten"})
+    assert "not tested: there is no GPU" in next(allocator(with_torch_facts(changed, allocator=None))).what
+    failed = with_torch_facts(changed, allocator={"error": "ArithmeticError: a live block was overwritten"})
     (finding,) = allocator(failed)
     assert finding.level.value == "problem" and "fails with max_split_size_mb:128: ArithmeticError" in finding.what
 

@@ -86,18 +86,18 @@ def encoded(weight: torch.Tensor, kind: Any) -> tuple[torch.Tensor, torch.Tensor
 def test_many_rows_use_a_dequantised_weight(kind, form):
     m, n, k = 65, 38, 128
     x, weight = random(1, m, k, dtype=BF16), random(n, k, dtype=BF16, seed=1) * k**-0.5
-    more: dict[str, Any] = {"activation": form.get("activation")}
+    kwargs: dict[str, Any] = {"activation": form.get("activation")}
     if "norm" in form:
-        more["norm"] = ops.Norm(random(k, dtype=BF16, seed=3), 1e-5, True)
+        kwargs["norm"] = ops.Norm(random(k, dtype=BF16, seed=3), 1e-5, True)
     if "residual" in form:
-        more["residual"] = random(1, m, n // 2 if "activation" in form else n, dtype=BF16, seed=4)
+        kwargs["residual"] = random(1, m, n // 2 if "activation" in form else n, dtype=BF16, seed=4)
     bias = random(n, dtype=BF16, seed=2) if "bias" in form else None
     data, scale = encoded(weight, kind)
     with ops.recording() as routes:
-        output = ops.quantized_linear(x, data, scale, bias, round_input=False, **more)
+        output = ops.quantized_linear(x, data, scale, bias, round_input=False, **kwargs)
     routes = [route for route in routes if route.operation == "quantized_linear"]
     assert [(route.tier, route.name) for route in routes] == [("triton", quantized.DEQUANTIZE)]
-    as_good_as_eager(output, x, data, scale, bias, **more)
+    as_good_as_eager(output, x, data, scale, bias, **kwargs)
     # Decode all codes with the same compiled variant.
     if suite.gpu() is not None and not isinstance(kind, int):
         codes = torch.arange(n * k).remainder(256).to(torch.uint8).view(n, k)

@@ -65,17 +65,17 @@ def test_norm_gate_and_residual_are_fused(m, form):
     n, k = 512, 72 + 128 * ITERATIONS
     columns = n // 2 if "activation" in form else n
     x = random(1, m, k, dtype=BF16)
-    more: dict[str, Any] = {"activation": form.get("activation")}
+    kwargs: dict[str, Any] = {"activation": form.get("activation")}
     if "norm" in form:
-        more["norm"] = ops.Norm(random(k, dtype=BF16, seed=3), 1e-5, True)
+        kwargs["norm"] = ops.Norm(random(k, dtype=BF16, seed=3), 1e-5, True)
     if "residual" in form:
-        more["residual"] = random(1, m, columns, dtype=BF16, seed=4)
+        kwargs["residual"] = random(1, m, columns, dtype=BF16, seed=4)
     bias = random(n, dtype=BF16, seed=2) if "bias" in form else None
     if RDNA3:
         with pytest.raises(TierUnavailable, match="on RDNA 3, a wait is missing"):
-            routed("quantized_linear", x, *blocks(n, k), bias, round_input=False, **more)
+            routed("quantized_linear", x, *blocks(n, k), bias, round_input=False, **kwargs)
         return
-    check_once(x, *blocks(n, k), bias, **more)
+    check_once(x, *blocks(n, k), bias, **kwargs)
 
 
 @served

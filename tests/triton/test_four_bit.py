@@ -42,12 +42,12 @@ def test_norm_gate_and_residual_are_fused(m, form):
     n, k = 38, 640
     columns = n // 2 if "activation" in form else n
     x, weight = random(1, m, k, dtype=BF16), random(n, k, dtype=BF16, seed=1) * k**-0.5
-    more: dict[str, Any] = {"activation": form.get("activation")}
+    kwargs: dict[str, Any] = {"activation": form.get("activation")}
     if "norm" in form:
-        more["norm"] = ops.Norm(random(k, dtype=BF16, seed=3), 1e-5, True)
+        kwargs["norm"] = ops.Norm(random(k, dtype=BF16, seed=3), 1e-5, True)
     if "residual" in form:
-        more["residual"] = random(1, m, columns, dtype=BF16, seed=4)
-    check(x, *quantize_groups(weight, 64), random(n, dtype=BF16, seed=2) if "bias" in form else None, **more)
+        kwargs["residual"] = random(1, m, columns, dtype=BF16, seed=4)
+    check(x, *quantize_groups(weight, 64), random(n, dtype=BF16, seed=2) if "bias" in form else None, **kwargs)
 
 
 def zero_points(scale: torch.Tensor) -> torch.Tensor:

@@ -36,9 +36,9 @@ def drawn(n: int, k: int, group: int, *, double: bool = False, seed: int = 0) ->
     return words, {"scale": levels, "nested": Nested(torch.linspace(-1, 1, 256), factors)}
 
 
-def check_gemm(x: torch.Tensor, n: int, k: int, group: int, code: str, *, double: bool = False, **more: Any) -> None:
+def check_gemm(x: torch.Tensor, n: int, k: int, group: int, code: str, *, double: bool = False, **kwargs: Any) -> None:
     words, rest = drawn(n, k, group, double=double)
-    check(x, words, rest["scale"], more.pop("bias", None), code=code, nested=rest.get("nested"), **more)
+    check(x, words, rest["scale"], kwargs.pop("bias", None), code=code, nested=rest.get("nested"), **kwargs)
 
 
 @each_code

@@ -95,7 +95,7 @@ def test_a_profiler_is_notified(kernel, monkeypatch):
 
 
 def test_the_cache_is_bounded(kernel, monkeypatch):
-    monkeypatch.setattr(launching, "_MAX_COMPILED", 2)
+    monkeypatch.setattr(launching, "_MAX_KERNELS", 2)
     for dim in (1, 2, 3):
         launch(kernel, (1,), (torch.zeros(16),), {"DIM": dim}, num_warps=4)
     assert len(launching._compiled) == 1

@@ -46,25 +46,25 @@ def exact(call: QuantizedCall) -> tuple[torch.Tensor, torch.Tensor]:
     return results[0], results[1]
 
 
-def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None, **more: Any):
+def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any):
     """Compare once. In machine code, also check that a NaN affects only its own row or column.
 
     There, 8-bit weights with a scale for each row are also compared with enough columns for several iterations of
     the loop. If the call has no further arguments, the smallest numbers of their format are also checked.
     """
-    output = check_once(x, weight, scale, bias, **more)
+    output = check_once(x, weight, scale, bias, **kwargs)
     if suite.gpu() is not None:
-        assert_independent(output, x, weight, scale, bias, round_input=False, **more)
-        plain = scale.dim() == 1 and all(value is None for value in more.values())
+        assert_independent(output, x, weight, scale, bias, round_input=False, **kwargs)
+        plain = scale.dim() == 1 and all(value is None for value in kwargs.values())
         if plain:
             check_small_codes(x, weight, bias)
         if scale.dim() == 1:
             copies = range(odd_factor(x.shape[-1]))
             wide = torch.cat([x * (-1.0) ** i * 2.0 ** -(i % 3) for i in copies], -1)
-            if norm := more.get("norm"):
-                more["norm"] = norm._replace(weight=norm.weight.repeat(len(copies)))
+            if norm := kwargs.get("norm"):
+                kwargs["norm"] = norm._replace(weight=norm.weight.repeat(len(copies)))
             arguments = (wide, torch.cat([weight.roll(i, 0) for i in copies], -1), scale, bias)
-            check_once(*arguments, **more)
+            check_once(*arguments, **kwargs)
             if plain:
                 check_small_codes(wide, arguments[1], bias)
     return output
@@ -87,9 +87,9 @@ def check_small_codes(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
     assert torch.equal(output, expected.expand_as(output))
 
 
-def check_once(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, **more: Any):
-    output = routed("quantized_linear", x, weight, scale, bias, round_input=False, **more)
-    as_good_as_eager(output, x, weight, scale, bias, **more)
+def check_once(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, **kwargs: Any):
+    output = routed("quantized_linear", x, weight, scale, bias, round_input=False, **kwargs)
+    as_good_as_eager(output, x, weight, scale, bias, **kwargs)
     return output
 
 
@@ -99,20 +99,20 @@ def assert_independent(
     weight: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor | None,
-    **more: Any,
+    **kwargs: Any,
 ) -> None:
     """Check that NaN in every third row or scale affects only the corresponding rows or columns of the output."""
     rows, columns = torch.arange(x.numel() // x.shape[-1]).view(x.shape[:-1]), torch.arange(output.shape[-1])
     for first in range(3):
         mask = rows % 3 == first
-        nan = routed("quantized_linear", x.masked_fill(mask[..., None], torch.nan), weight, scale, bias, **more)
+        nan = routed("quantized_linear", x.masked_fill(mask[..., None], torch.nan), weight, scale, bias, **kwargs)
         assert nan[mask].isnan().all() and torch.equal(nan[~mask], output[~mask])
         # The scales of MXFP4 and of double quantisation are uint8, which can't be filled with NaN.
         if scale.dtype == torch.uint8:
             continue
         mask = columns % 3 == first
-        filled = (mask.repeat(2) if more.get("activation") else mask).view(-1, *[1] * (scale.dim() - 1))
-        nan = routed("quantized_linear", x, weight, scale.masked_fill(filled, torch.nan), bias, **more)
+        filled = (mask.repeat(2) if kwargs.get("activation") else mask).view(-1, *[1] * (scale.dim() - 1))
+        nan = routed("quantized_linear", x, weight, scale.masked_fill(filled, torch.nan), bias, **kwargs)
         assert nan[..., mask].isnan().all() and torch.equal(nan[..., ~mask], output[..., ~mask])
 
 
@@ -122,13 +122,13 @@ def as_good_as_eager(
     weight: torch.Tensor,
     scale: torch.Tensor,
     bias: torch.Tensor | None = None,
-    **more: Any,
+    **kwargs: Any,
 ) -> None:
-    norm = more.get("norm") or ops.Norm(None, 0.0)  # type: ignore[arg-type]
-    call = QuantizedCall(x, weight, scale, bias, weight.dtype, False, False, norm.weight, more.get("residual"))
-    call = call._replace(eps=norm.eps, one_plus=norm.one_plus, zeros=more.get("zeros"))
-    call = call._replace(code=more.get("code"), nested=more.get("nested"))
-    eager, wide = exact(call._replace(activation=more.get("activation")))
+    norm = kwargs.get("norm") or ops.Norm(None, 0.0)  # type: ignore[arg-type]
+    call = QuantizedCall(x, weight, scale, bias, weight.dtype, False, False, norm.weight, kwargs.get("residual"))
+    call = call._replace(eps=norm.eps, one_plus=norm.one_plus, zeros=kwargs.get("zeros"))
+    call = call._replace(code=kwargs.get("code"), nested=kwargs.get("nested"))
+    eager, wide = exact(call._replace(activation=kwargs.get("activation")))
     assert_as_good_as_eager(output, eager, wide)
 
 
@@ -190,12 +190,12 @@ def test_norm_gate_and_residual_are_fused(m, form, format):
         return
     columns = n // 2 if "activation" in form else n
     x, weight = random(1, m, k, dtype=BF16), random(n, k, dtype=BF16, seed=1) * k**-0.5
-    more: dict[str, Any] = {"activation": form.get("activation")}
+    kwargs: dict[str, Any] = {"activation": form.get("activation")}
     if "norm" in form:
-        more["norm"] = ops.Norm(random(k, dtype=BF16, seed=3), 1e-5, True)
+        kwargs["norm"] = ops.Norm(random(k, dtype=BF16, seed=3), 1e-5, True)
     if "residual" in form:
-        more["residual"] = random(1, m, columns, dtype=BF16, seed=4)
-    check(x, *rounded(weight, format), random(n, dtype=BF16, seed=2) if "bias" in form else None, **more)
+        kwargs["residual"] = random(1, m, columns, dtype=BF16, seed=4)
+    check(x, *rounded(weight, format), random(n, dtype=BF16, seed=2) if "bias" in form else None, **kwargs)
 
 
 @each_format

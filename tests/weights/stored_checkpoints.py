@@ -247,7 +247,7 @@ def fp8(levels: torch.Tensor) -> torch.Tensor:
     return levels.clamp(-448, 448).float().to(torch.float8_e4m3fn)
 
 
-def config(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+def config(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None, **kwargs: Any) -> dict[str, Any]:
     group = {
         "targets": ["Linear"],
         "weights": {"symmetric": True, "dynamic": False, "actorder": None, **weights},
@@ -261,7 +261,7 @@ def config(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None =
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
         "kv_cache_scheme": None,
-        **more,
+        **kwargs,
     }
 
 

@@ -69,10 +69,10 @@ def test_loading_stays_within_the_memory_bound(large, tmp_path, dtype):
     def measure(kind):
         script = Path(__file__).with_name("loading.py")
         command = [sys.executable, str(script), kind, str(large), dtype, str(tmp_path / kind)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
         shutil.rmtree(tmp_path / kind, ignore_errors=True)
-        assert done.returncode == 0, done.stderr[-2000:]
-        return json.loads(done.stdout.splitlines()[-1])
+        assert result.returncode == 0, result.stderr[-2000:]
+        return json.loads(result.stdout.splitlines()[-1])
 
     stock, prepared = measure("stock"), measure("prepared")
     print(dtype, "stock", stock, "prepared", prepared)

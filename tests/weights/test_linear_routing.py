@@ -240,8 +240,8 @@ def test_copies_and_pickles_work_here_and_without_hf_rocm(net, tmp_path):
         "assert net[0].forward.__func__ is torch.nn.Linear.forward\n"
         "print(net(torch.ones(1, 16)).sum().item())"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert float(done.stdout) == pytest.approx(net(torch.ones(1, 16)).sum().item(), rel=1e-5)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert float(result.stdout) == pytest.approx(net(torch.ones(1, 16)).sum().item(), rel=1e-5)
     hf_rocm.restore(twin)
     assert "forward" not in twin[0].__dict__
 

@@ -21,10 +21,10 @@ from tests.replacing import replaced, scaled
 from tests.tolerance import assert_as_good_as_eager
 
 CONVOLUTIONS = {
-    "image": (lambda **more: nn.Conv2d(3, 20, 14, 14, **more), (2, 3, 42, 28)),
-    "oblong": (lambda **more: nn.Conv2d(3, 7, (4, 6), (4, 6), padding="valid", **more), (1, 3, 9, 13)),
-    "video": (lambda **more: nn.Conv3d(3, 24, (2, 14, 14), (2, 14, 14), **more), (5, 3, 2, 14, 14)),
-    "frames": (lambda **more: nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4), **more), (2, 3, 5, 9, 8)),
+    "image": (lambda **kwargs: nn.Conv2d(3, 20, 14, 14, **kwargs), (2, 3, 42, 28)),
+    "oblong": (lambda **kwargs: nn.Conv2d(3, 7, (4, 6), (4, 6), padding="valid", **kwargs), (1, 3, 9, 13)),
+    "video": (lambda **kwargs: nn.Conv3d(3, 24, (2, 14, 14), (2, 14, 14), **kwargs), (5, 3, 2, 14, 14)),
+    "frames": (lambda **kwargs: nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4), **kwargs), (2, 3, 5, 9, 8)),
 }
 
 
@@ -39,10 +39,10 @@ class Embedding(nn.Module):
         return self.proj(pixels)
 
 
-def built(kind, dtype=torch.float32, **more):
+def built(kind, dtype=torch.float32, **kwargs):
     torch.manual_seed(0)
     make, shape = CONVOLUTIONS[kind]
-    model = Embedding(make(**more)).eval()
+    model = Embedding(make(**kwargs)).eval()
     pixels = torch.randn(shape)
     return model.to(dtype), pixels.to(dtype)
 
@@ -59,8 +59,8 @@ def strides(tensor):
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
-def served(kind="image", **more):
-    model, pixels = built(kind, **more)
+def served(kind="image", **kwargs):
+    model, pixels = built(kind, **kwargs)
     return hf_rocm.prepare(model, force=True), pixels
 
 

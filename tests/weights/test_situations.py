@@ -174,11 +174,11 @@ def test_a_pickle_can_be_loaded_without_hf_rocm(model, tmp_path):
         "print(model.model.layers[0].mlp.__dict__['_hf_rocm_group'])"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "('fuse.Fused', 'pending', 'gate_proj', 'up_proj')"
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "('fuse.Fused', 'pending', 'gate_proj', 'up_proj')"
     assert_matches_stock(torch.load(tmp_path / "again.pt", weights_only=False), GROUPS)
 
 

@@ -18,7 +18,7 @@ class BeginStepCall(NamedTuple):
     length may exceed L, and the buffer contains the last L keys. hidden: the value of hidden keys in an additive mask;
     None: the masks are bool. places: [P] int64, which receives the rows `row`, `row + 1`, and so on. input_ids: [B, N]
     int64, which receives token `first` and the N - 1 tokens from index `drafts` on. Both are indices into `ids`,
-    [B, S], concatenated with `further`, [B, M]; missing drafts are zero. header: [2] int64, see `look_up_drafts`: its
+    [B, S], concatenated with `extra_ids`, [B, M]; missing drafts are zero. header: [2] int64, see `look_up_drafts`: its
     first number is added to position, row, row_2 and first, and its second one to drafts. Tensors except clock and
     relative may be None. The fields that end in _2 belong to the second kind.
     """
@@ -33,7 +33,7 @@ class BeginStepCall(NamedTuple):
     places_2: Tensor | None
     input_ids: Tensor | None
     ids: Tensor | None
-    further: Tensor | None
+    extra_ids: Tensor | None
     header: Tensor | None
     position: int
     window: int | None
@@ -51,7 +51,8 @@ class BeginStepSpec(NamedTuple):
 
     dtype: that of the masks; uint8 without masks. masks, places, sources: the number of masks, of tensors with rows,
     and of tensors with tokens. batch: B of the masks; 1 without masks. tokens: N. starts, header: whether there are
-    any. clocks: C · N. same: whether the masks agree in dtype and batch size. contiguous: whether all tensors are.
+    any. clocks: C · N. masks_match: whether the masks agree in dtype and batch size. contiguous: whether all tensors
+    are.
     """
 
     dtype: torch.dtype
@@ -66,7 +67,7 @@ class BeginStepSpec(NamedTuple):
     places: int
     sources: int
     header: bool
-    same: bool
+    masks_match: bool
     contiguous: bool
     grad: bool = False
 
@@ -74,8 +75,8 @@ class BeginStepSpec(NamedTuple):
 class LookUpDraftsSpec(NamedTuple):
     """The specification of `look_up_drafts`.
 
-    dtype: that of the ids. tokens: N. contiguous, wide, here: whether all tensors are contiguous, have dtype int64, and
-    are on the device of the ids.
+    dtype: that of the ids. tokens: N. contiguous, all_int64, same_device: whether all tensors are contiguous,
+    have dtype int64, and are on the device of the ids.
     """
 
     dtype: torch.dtype
@@ -83,8 +84,8 @@ class LookUpDraftsSpec(NamedTuple):
     tokens: int
     ngram: int
     contiguous: bool
-    wide: bool
-    here: bool
+    all_int64: bool
+    same_device: bool
     grad: bool = False
 
 
@@ -123,7 +124,8 @@ class AppendTokensSpec(NamedTuple):
     """The specification of `append_tokens`.
 
     dtype: that of the ids. rows: B. ends: the number of EOS tokens. padded: whether there is a padding token.
-    contiguous, wide, here: whether all tensors are contiguous, have dtype int64, and are on the device of the ids.
+    contiguous, all_int64, same_device: whether all tensors are contiguous, have dtype int64, and are on the
+    device of the ids.
     """
 
     dtype: torch.dtype
@@ -132,6 +134,6 @@ class AppendTokensSpec(NamedTuple):
     ends: int
     padded: bool
     contiguous: bool
-    wide: bool
-    here: bool
+    all_int64: bool
+    same_device: bool
     grad: bool = False

@@ -18,7 +18,7 @@ KNOWN_RULES = frozenset({(3, 6)})
 
 _LARGEST_INT = 2**31
 # The largest number of cached kernels, whose keys may include the lengths of prompts.
-_MAX_COMPILED = 4096
+_MAX_KERNELS = 4096
 _compiled: dict[tuple[Any, ...], Any] = {}
 
 
@@ -60,7 +60,7 @@ def launch(
     if compiled is not None:
         _relaunch(compiled, (*grid, 1, 1)[:3], device, (*arguments, *constants.values()))
         return
-    if len(_compiled) >= _MAX_COMPILED:
+    if len(_compiled) >= _MAX_KERNELS:
         _compiled.clear()
     _compiled[key] = kernel[grid](*arguments, **constants, **launch_options)
 

@@ -36,7 +36,7 @@ def begin_refuses(spec: BeginStepSpec, device: Device) -> str | None:
     """Why the kernel can't write the inputs of this step, or None."""
     if spec.dtype not in (torch.uint8, *norm.DTYPES):
         return f"the kernel that begins a step supports masks in bool, fp32, bf16 and fp16, not {spec.dtype}"
-    if not (spec.contiguous and spec.same):
+    if not (spec.contiguous and spec.masks_match):
         return "the kernel that begins a step needs contiguous tensors, and masks of one dtype and batch size"
     if spec.clocks > MOST_CLOCKS:
         return f"the kernel that begins a step takes at most {MOST_CLOCKS} positions and lengths, got {spec.clocks}"
@@ -59,7 +59,7 @@ def _begin_step(*arguments: Any) -> tuple[torch.Tensor, ...]:
     places, input_ids = call.places, call.input_ids
     size, size_2 = (0 if one is None else one.shape[3] for one in (mask, mask_2))
     batch = len(mask) if mask is not None else len(input_ids) if input_ids is not None else 1
-    length, more = (0 if ids is None else ids.shape[1] for ids in (call.ids, call.further))
+    length, more = (0 if ids is None else ids.shape[1] for ids in (call.ids, call.extra_ids))
     sizes = call.window, call.window_2, size, size_2, tokens
     launch(
         begin_kernel,
@@ -87,7 +87,7 @@ def _begin_step(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 def look_up_refuses(spec: LookUpDraftsSpec, device: Device) -> str | None:
     """Why the kernel can't search for these drafts, or None."""
-    if not (spec.contiguous and spec.wide and spec.here):
+    if not (spec.contiguous and spec.all_int64 and spec.same_device):
         return "the kernel that looks up drafts needs contiguous tensors of int64 on one device"
     if not 0 < spec.ngram <= MOST_NGRAM:
         return f"the kernel that looks up drafts takes n-grams of 1 to {MOST_NGRAM} tokens, got {spec.ngram}"
@@ -168,7 +168,7 @@ def _finish_step(*arguments: Any) -> tuple[Tensor, ...]:
 
 def append_refuses(spec: AppendTokensSpec, device: Device) -> str | None:
     """Why the kernel can't append the tokens, or None."""
-    if not (spec.contiguous and spec.wide and spec.here):
+    if not (spec.contiguous and spec.all_int64 and spec.same_device):
         return "the kernel that appends tokens needs contiguous tensors of int64 on one device"
     if not 0 < spec.rows <= MOST:
         return f"the kernel that appends tokens takes at most {MOST} rows, got {spec.rows}"

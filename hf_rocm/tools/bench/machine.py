@@ -69,9 +69,9 @@ def _version(name: str) -> str | None:
 
 def _git(root: Path, *arguments: str) -> str | None:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() if done.returncode == 0 else None
+    return result.stdout.strip() if result.returncode == 0 else None

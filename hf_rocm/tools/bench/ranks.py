@@ -32,7 +32,7 @@ from hf_rocm.tools.bench.variants import PREPARED, STOCK, UNCAPTURED
 
 SIDES = (STOCK, UNCAPTURED, PREPARED)
 # Errors that all ranks raise if one rank raises them.
-_ALIKE = ("Mismatch", "RankError")
+_RAISED_BY_ALL_RANKS = ("Mismatch", "RankError")
 _PAUSE = 0.05
 # Seconds within which the other ranks must end after the first one has ended.
 _GRACE = 60.0
@@ -154,12 +154,12 @@ def _follow(directory: Path, subject: Subject, ranks: int, progress: Progress) -
                 deadline = time.monotonic() + _GRACE
             if deadline is not None and time.monotonic() > deadline:
                 stuck = ", ".join(str(rank) for rank, code in enumerate(codes) if code is None)
-                raise RankError(f"rank {stuck} did not end with the others", hint="please report it")
+                raise RankError(f"these ranks did not end with the others: {stuck}", hint="please report it")
             with contextlib.suppress(OSError):
-                words = (directory / "progress").read_text(encoding="utf-8")
-                if words != message:
-                    message = words
-                    progress(words)
+                text = (directory / "progress").read_text(encoding="utf-8")
+                if text != message:
+                    message = text
+                    progress(text)
             time.sleep(_PAUSE)
 
 
@@ -178,7 +178,7 @@ def _started(directory: Path, subject: Subject, ranks: int) -> Iterator[list[sub
                 processes.append(
                     subprocess.Popen(
                         children.command(_CHILD, str(directory), str(rank)),
-                        env=environment | _numbers(rank, ranks),
+                        env=environment | _rank_environment(rank, ranks),
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
@@ -193,7 +193,7 @@ def _started(directory: Path, subject: Subject, ranks: int) -> Iterator[list[sub
             process.wait()
 
 
-def _numbers(rank: int, ranks: int) -> dict[str, str]:
+def _rank_environment(rank: int, ranks: int) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
 
 
@@ -218,9 +218,9 @@ def _cause(directory: Path, codes: Sequence[int | None]) -> HfRocmError:
         )
     first = min(errors, key=lambda rank: errors[rank]["at"])
     first_error = errors[first]
-    alike = first_error.get("error") in _ALIKE
+    raised_by_all = first_error.get("error") in _RAISED_BY_ALL_RANKS
     return RankError(
-        first_error["message"] if alike else f"rank {first} failed: {first_error['message']}",
+        first_error["message"] if raised_by_all else f"rank {first} failed: {first_error['message']}",
         facts=first_error["facts"] or {"last lines": children.tail(directory / f"log-{first}")},
         hint=first_error["hint"] or "the same command without --tp shows whether it also fails on one device",
     )

@@ -238,7 +238,7 @@ def _run(
     command: list[str], timeout: float, *, environment: Mapping[str, str] | None = None, folder: str | None = None
 ) -> CommandResult:
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -253,7 +253,7 @@ def _run(
         return CommandResult(None)
     except OSError as error:
         return CommandResult(127, err=str(error))
-    return CommandResult(done.returncode, done.stdout, done.stderr)
+    return CommandResult(result.returncode, result.stdout, result.stderr)
 
 
 def _can_bind(family: int, address: Any) -> bool:

@@ -65,7 +65,7 @@ def counted(names: Iterable[str]) -> str:
     return ", ".join(f"{count} × {name}" if count > 1 else name for name, count in Counter(names).items())
 
 
-def number(count: int, name: str) -> str:
+def pluralized(count: int, name: str) -> str:
     """Return a count with its noun: `1 lock`, `2 locks`."""
     return f"{count} {name}{'s' * (count != 1)}"
 

@@ -24,8 +24,8 @@ Within = Callable[[int], AbstractContextManager[Any]]
 
 def each_tier(subject: Subject, known: Examined) -> list[Check]:
     """Return one check per tier. known: a case that ran without a selected tier; its operations are checked."""
-    every = operations()
-    families = sorted({every[route.operation].family for route in known.free.routes} & set(options.OPERATIONS))
+    all_operations = operations()
+    families = sorted({all_operations[route.operation].family for route in known.free.routes} & set(options.OPERATIONS))
     return [_check_tier(subject, known, tier, families) for tier in TIERS]
 
 

@@ -2,7 +2,7 @@
 
 The result of a load is not written until the wave executes a wait that guarantees its completion, or waits because the
 counter is at its maximum. Until then the destination registers are busy: accessing one is an error, except for a later
-load of the same kind that overwrites it.
+vector or LDS load of the same kind that overwrites the whole register.
 
 Scalar loads complete in any order, so only a wait for zero completes them. Other operations of one kind complete in
 order, so a wait for a count of n leaves the last n operations in flight.

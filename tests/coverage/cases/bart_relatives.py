@@ -4,10 +4,10 @@ from tests.coverage.case import Case
 from tests.coverage.cases.encoders import BART
 
 
-def bart_like(overlay, name, **more):
+def bart_like(overlay, name, **kwargs):
     attention = f"{name}Attention"
     return Case(
-        overlay, f"{name}ForConditionalGeneration", f"{name}Config", {**BART, **more}, (attention,), kind="seq2seq"
+        overlay, f"{name}ForConditionalGeneration", f"{name}Config", {**BART, **kwargs}, (attention,), kind="seq2seq"
     )
 
 

@@ -48,9 +48,9 @@ def require_injection() -> None:
         pytest.fail("these tests inject faults with strace, which is not installed: apt-get install strace")
     command = [strace, "-f", "-qq", "-o", os.devnull, "-e", "trace=access", "-e", "inject=access:error=EIO:when=1+"]
     probe = "import os, sys; sys.exit(0 if not os.access('/', os.F_OK) else 9)"
-    done = subprocess.run([*command, sys.executable, "-c", probe], capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.fail(f"strace can't inject faults here (is ptrace allowed?): {done.stderr.strip()}")
+    result = subprocess.run([*command, sys.executable, "-c", probe], capture_output=True, text=True, check=False)
+    if result.returncode:
+        pytest.fail(f"strace can't inject faults here (is ptrace allowed?): {result.stderr.strip()}")
 
 
 class Driver:

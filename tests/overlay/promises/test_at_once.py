@@ -217,10 +217,10 @@ def test_22_a_system_without_flock_uses_a_pid_file(farm: Farm, error: str, tmp_p
     code = "import sys; from hf_rocm.overlay.commands import install; print(install(transformers_path=sys.argv[1])[1])"
     path = os.pathsep.join(entry for entry in sys.path if entry)
     command = ["strace", "-f", "-qq", "-o", os.devnull, "-e", "trace=flock", "-e", f"inject=flock:error={error}"]
-    done = subprocess.run(
+    result = subprocess.run(
         [*command, sys.executable, "-c", code, str(site.path)],
         env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    assert "without locks" in done.stdout
+    assert "without locks" in result.stdout
     assert states(site) == {"yes"} and len(MODELS) == len(status(transformers_path=site.path)[1])
     assert not list(site.path.rglob(f"*{CLAIM}*"))

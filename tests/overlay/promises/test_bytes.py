@@ -159,11 +159,11 @@ def test_18_read_only_is_refused_before_anything_is_written(farm: Farm, memory: 
     before = fingerprint(site.path)
     command = [sys.executable, "-c", AS_NOBODY, str(site.path)]
     path = os.pathsep.join(entry for entry in sys.path if entry)
-    done = subprocess.run(
+    result = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": path}, cwd="/", capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    refused = json.loads(done.stdout)
+    assert result.returncode == 0, result.stderr
+    refused = json.loads(result.stdout)
     assert "is not writable" in refused["message"] and "hf_rocm.activate()" in refused["hint"]
     assert fingerprint(site.path) == before
     for path in closed:
@@ -233,13 +233,13 @@ def test_21_a_dry_run_equals_the_real_run_except_for_writing(
 
     planned = plan("--dry-run")
     assert fingerprint(site.path) == before, "a file or a time changed"
-    done = plan()
+    result = plan()
     assert (planned.pop("dry_run"), planned.pop("written")) == (True, False)
-    assert (done.pop("dry_run"), done.pop("written")) == (False, True)
-    assert planned == done
+    assert (result.pop("dry_run"), result.pop("written")) == (False, True)
+    assert planned == result
     after = fingerprint(site.path)
     written = {str(site.path / path) for path in before if before[path] != after[path] and path.endswith(".py")}
-    assert written == {action["file"] for action in done["actions"] if action["action"] != "keep"}  # type: ignore[attr-defined]
+    assert written == {action["file"] for action in result["actions"] if action["action"] != "keep"}  # type: ignore[attr-defined]
 
 
 def test_14_no_other_files_are_added(farm: Farm) -> None:

@@ -117,12 +117,12 @@ def test_17_a_tampered_overlay_is_never_written_and_uninstall_still_works(delive
             (shutil.copytree if path.is_dir() else shutil.copy2)(path, delivered.parent / path.name)
     path = os.pathsep.join([str(delivered.parent.parent), *(entry for entry in sys.path if entry)])
     before = hashes(site.path)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", INSTALL, str(site.path), str(llama(delivered))],
         env={**os.environ, "PYTHONPATH": path}, cwd=site.path, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert str(llama(delivered)) in done.stdout and "reinstall hf-rocm" in done.stdout
+    assert result.returncode == 0, result.stderr
+    assert str(llama(delivered)) in result.stdout and "reinstall hf-rocm" in result.stdout
     assert hashes(site.path) == before, "a tampered overlay was written, or a file was not restored"
 
 

@@ -39,8 +39,8 @@ def test_01_other_environments_and_caches_are_unchanged(environments: Make, tool
     elsewhere = {folder: hashes(folder) for folder in (two.path, one.cache, one.wheels) if folder.exists()}
     before = hashes(one.path)
     for command in ("install-overlays", "uninstall-overlays"):
-        done = one.hf_rocm(command)
-        assert done.returncode == 0, done.stderr
+        result = one.hf_rocm(command)
+        assert result.returncode == 0, result.stderr
         after = hashes(one.path)
         changed = {path for path in before if after.get(path) != before[path]}
         listed = {str(one.site.model(model).relative_to(one.path)) for model in MODELS}

@@ -49,12 +49,12 @@ def executed_version(file: Path, *options: str, prefix: Path | None = None) -> s
     variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     if prefix is not None:
         variables["PYTHONPYCACHEPREFIX"] = str(prefix)
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-I", *options, "-c", RUNS, str(file)] if prefix is None
         else [sys.executable, *options, "-c", RUNS, str(file)],
         env=variables, capture_output=True, text=True, check=True,
     )  # fmt: skip
-    constants = json.loads(done.stdout)
+    constants = json.loads(result.stdout)
     return next((constant for constant in constants if constant in ("0.0.1", "0.0.2", hf_rocm.__version__)), "")
 
 

@@ -146,9 +146,9 @@ def uv() -> str:
 
 
 def run(command: Sequence[str], variables: dict[str, str]) -> str:
-    done = subprocess.run(command, env={**clean(), **variables}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-    return done.stdout
+    result = subprocess.run(command, env={**clean(), **variables}, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"{command}\n{result.stdout}{result.stderr}"
+    return result.stdout
 
 
 def clean() -> dict[str, str]:

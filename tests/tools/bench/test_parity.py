@@ -24,9 +24,9 @@ def run(model, names, case, **changes):
 
 @pytest.mark.parametrize("case", [DECODE, PREFILL], ids=["decode", "prefill"])
 def test_correct_results_pass_and_are_recorded(case, model):
-    done = run(model, ["stock", "hf_rocm"], case)
-    assert [timing.side for timing in done.timings] == ["stock", "hf_rocm"] and not done.left_out
-    for timing in done.timings:
+    result = run(model, ["stock", "hf_rocm"], case)
+    assert [timing.side for timing in result.timings] == ["stock", "hf_rocm"] and not result.left_out
+    for timing in result.timings:
         assert timing.parity is not None and 0 < timing.parity.error <= timing.parity.allowed
         assert timing.parity.allowed >= 2 * timing.parity.eager
 

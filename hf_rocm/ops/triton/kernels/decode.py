@@ -265,7 +265,7 @@ def _softmax(scores, peak, total):
     Returns the exponentials, the factor of the sums so far, and the new largest score and sum.
     """
     higher = tl.maximum(peak, tl.max(scores, 1))
-    # -inf means that no key was seen so far.
+    # -inf means that no key has been seen so far.
     level = tl.where(higher == -float("inf"), 0.0, higher)
     exponentials = tl.exp2(scores - level[:, None])
     rescale = tl.exp2(peak - level)

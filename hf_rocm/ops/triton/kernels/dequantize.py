@@ -8,7 +8,7 @@ import triton.language as tl
 from hf_rocm.ops.four_bit import SIGNED, kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
 from hf_rocm.ops.triton.kernels.codes import AMD, coded_run, load_table
-from hf_rocm.ops.triton.kernels.eight_bit import wide
+from hf_rocm.ops.triton.kernels.eight_bit import to_fp32
 from hf_rocm.ops.triton.kernels.four_bit import factors_at, scale_at
 from hf_rocm.ops.triton.tiles import dequantize_tile
 
@@ -20,7 +20,7 @@ def dequantize_eight(
     out,  # [N, K]
     k_size,
     GROUP: tl.constexpr,  # rows and columns that share a scale; 0: each row has one scale
-    SELECT: tl.constexpr,  # see `eight_bit.wide`
+    SELECT: tl.constexpr,  # see `eight_bit.to_fp32`
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -33,7 +33,7 @@ def dequantize_eight(
         factor = tl.load(scale + row)
         k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = k < k_size
-    numbers = wide(tl.load(weight + row * k_size + k, mask=inside), SELECT) * factor
+    numbers = to_fp32(tl.load(weight + row * k_size + k, mask=inside), SELECT) * factor
     tl.store(out + row * k_size + k, numbers.to(out.dtype.element_ty), mask=inside)
 
 

@@ -9,7 +9,7 @@ from hf_rocm.ops.triton.builds import Build
 from hf_rocm.ops.triton.kernels.codes import NVIDIA
 
 _NVIDIA = tl.constexpr(NVIDIA)
-# The PTX of `wide` for four numbers q in one register: flipping the highest bit of q gives q + 128.
+# The PTX of `to_fp32` for four numbers q in one register: flipping the highest bit of q gives q + 128.
 _INSERT = tl.constexpr(
     "\n".join(
         (
@@ -24,7 +24,7 @@ _INSERT = tl.constexpr(
 
 
 @triton.jit
-def wide(numbers, SELECT: tl.constexpr):
+def to_fp32(numbers, SELECT: tl.constexpr):
     """Numbers of the weight in fp32. SELECT: the instruction that selects bytes, as in `codes.coded`.
 
     AMD GPUs convert any byte of a register to a float in one or two instructions. On NVIDIA GPUs, conversions of
@@ -39,11 +39,11 @@ def wide(numbers, SELECT: tl.constexpr):
 
 
 @triton.jit
-def converted(numbers, values, SELECT: tl.constexpr):
+def to_dtype_of(numbers, values, SELECT: tl.constexpr):
     """Numbers of the weight in the dtype of x, which represents all 8-bit numbers exactly."""
     if numbers.dtype == values.dtype:
         return numbers
-    return wide(numbers, SELECT).to(values.dtype)
+    return to_fp32(numbers, SELECT).to(values.dtype)
 
 
 # Other kernels call the functions of this module.

@@ -92,21 +92,21 @@ def flash_kernel(
     h = kv_head * GROUP + row % GROUP
     at = first_query + i  # [ROWS]
     # The position of the first query.
-    before = keys - queries
-    position = before + i
-    lowest = before + tile * ROWS // GROUP
+    first_position = keys - queries
+    position = first_position + i
+    lowest = first_position + tile * ROWS // GROUP
     first = 0
     end = keys
-    whole = keys
+    unmasked_end = keys
     if CAUSAL:
-        highest = before + (tl.minimum(tile * ROWS + ROWS, queries * GROUP) - 1) // GROUP
+        highest = first_position + (tl.minimum(tile * ROWS + ROWS, queries * GROUP) - 1) // GROUP
         end = tl.minimum(end, highest + 1)
-        whole = tl.minimum(whole, lowest + 1)
+        unmasked_end = tl.minimum(unmasked_end, lowest + 1)
     if window is not None:
         first = tl.maximum(lowest - window + 1, 0) // BLOCK * BLOCK
-        whole = first
+        unmasked_end = first
     else:
-        whole = tl.maximum(whole, 0) // BLOCK * BLOCK
+        unmasked_end = tl.maximum(unmasked_end, 0) // BLOCK * BLOCK
 
     column = tl.arange(0, BLOCK_D)
     value_column = tl.arange(0, BLOCK_V)
@@ -126,7 +126,7 @@ def flash_kernel(
             key,
             value,
             first,
-            whole,
+            unmasked_end,
             position,
             window,
             scale,
@@ -149,7 +149,7 @@ def flash_kernel(
         sums,
         key,
         value,
-        whole,
+        unmasked_end,
         end,
         position,
         window,
@@ -212,11 +212,11 @@ def _attend(
     value_column = tl.arange(0, BLOCK_V)
     for block in tl.range(begin, end, BLOCK):
         at = block + n
-        own = n
+        clamped = n
         # The last key is read again instead of keys after it, so that loads need no masks.
         if MASKED:
-            own = tl.minimum(n, end - 1 - block)
-        address = key + tl.cast(block, tl.int64) * key_s + own[None, :] * key_s + column[:, None]
+            clamped = tl.minimum(n, end - 1 - block)
+        address = key + tl.cast(block, tl.int64) * key_s + clamped[None, :] * key_s + column[:, None]
         if DIM == BLOCK_D:
             k = tl.load(address)
         else:
@@ -237,13 +237,13 @@ def _attend(
         higher = tl.maximum(peak, tl.max(scores, 1))
         level = higher
         if MASKED:
-            # -inf means that no key was seen so far.
+            # -inf means that no key has been seen so far.
             level = tl.where(higher == -float("inf"), 0.0, higher)
         exponentials = tl.exp2(scores - level[:, None])
         rescale = tl.exp2(peak - level)
         total = total * rescale + tl.sum(exponentials, 1)
         peak = higher
-        address = value + tl.cast(block, tl.int64) * value_s + own[:, None] * value_s + value_column[None, :]
+        address = value + tl.cast(block, tl.int64) * value_s + clamped[:, None] * value_s + value_column[None, :]
         if VALUE_DIM == BLOCK_V:
             v = tl.load(address)
         else:

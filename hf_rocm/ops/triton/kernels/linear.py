@@ -15,7 +15,7 @@ import triton.language as tl
 
 from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11, Build
 from hf_rocm.ops.triton.kernels.codes import AMD
-from hf_rocm.ops.triton.kernels.eight_bit import converted, wide
+from hf_rocm.ops.triton.kernels.eight_bit import to_dtype_of, to_fp32
 from hf_rocm.ops.triton.tiles import eight_bit_tile, linear_tile
 
 
@@ -35,7 +35,7 @@ def matrix_vector(
     ACTIVATION: tl.constexpr,  # the activation of the gate, or None
     EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
     GROUP: tl.constexpr,  # rows and columns of weight that share a scale, a multiple of BLOCK_N; 0: one per row or none
-    SELECT: tl.constexpr,  # see `eight_bit.wide`
+    SELECT: tl.constexpr,  # see `eight_bit.to_fp32`
     ONE_PLUS: tl.constexpr,  # the norm multiplies by (1 + w)
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -75,9 +75,9 @@ def matrix_vector(
             factors = piece(norm_weight + k, inside, EVEN).to(tl.float32)
             values *= 1.0 + factors if ONE_PLUS else factors
         block_inside = block * GROUP < k_size - k
-        sums += wide(first, SELECT) * _scaled(values, scales, k, block_inside, EVEN, GROUP)
+        sums += to_fp32(first, SELECT) * _scaled(values, scales, k, block_inside, EVEN, GROUP)
         if ACTIVATION is not None:
-            ups += wide(second, SELECT) * _scaled(values, up_scales, k, block_inside, EVEN, GROUP)
+            ups += to_fp32(second, SELECT) * _scaled(values, up_scales, k, block_inside, EVEN, GROUP)
         if norm_weight is not None:
             # Squares are added last, so that the weights in flight keep their registers.
             squares += plain * plain
@@ -106,7 +106,7 @@ def few_rows(
     ACTIVATION: tl.constexpr,
     EVEN: tl.constexpr,  # K is a multiple of SPLITS · BLOCK_K
     GROUP: tl.constexpr,  # 0 or BLOCK_K
-    SELECT: tl.constexpr,  # see `eight_bit.wide`
+    SELECT: tl.constexpr,  # see `eight_bit.to_fp32`
     PARTS: tl.constexpr,  # if more than 1, out is [PARTS, M, N] in fp32, for `sum_parts`
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -226,9 +226,9 @@ def _multiply_add(
 ):
     """Add `tl.dot` of the weight's numbers and x, multiplied by the block's scale if blocks have scales."""
     if GROUP:
-        part = tl.dot(converted(numbers, values, SELECT), values)
+        part = tl.dot(to_dtype_of(numbers, values, SELECT), values)
         return sums + part * piece(scales + k // GROUP, inside, EVEN)
-    return tl.dot(converted(numbers, values, SELECT), values, sums)
+    return tl.dot(to_dtype_of(numbers, values, SELECT), values, sums)
 
 
 @triton.jit

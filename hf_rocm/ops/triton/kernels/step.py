@@ -29,7 +29,7 @@ def begin_kernel(
     places_2,
     input_ids,  # [B, N] int64 or None
     ids,  # [B, S] int64 or None
-    further,  # [B, M] int64 or None
+    extra_ids,  # [B, M] int64 or None
     header,  # [2] int64 or None
     position,
     row,
@@ -69,9 +69,9 @@ def begin_kernel(
         if input_ids is not None:
             at = tl.where(i == 0, first + later, drafts + match + i - 1)
             token = tl.load(ids + b * length + at, mask=at < length, other=0)
-            if further is not None:
+            if extra_ids is not None:
                 rest = (at >= length) & (at < length + more)
-                token += tl.load(further + b * more + at - length, mask=rest, other=0)
+                token += tl.load(extra_ids + b * more + at - length, mask=rest, other=0)
             tl.store(input_ids + b * tokens + i, token)
         if tl.program_id(1) == 0:
             slot = tl.arange(0, SLOTS)
@@ -285,11 +285,11 @@ def _begin_build(
     """masks: the number of masks and of tensors with rows. The second mask, or the only one, has the window."""
     given = ["clock", "relative", "mask", "mask_2"][: 2 + masks] + ["places", "places_2"][:masks]
     given += ["starts", "starts_2"][:masks] if starts else []
-    given += ["input_ids", "ids", "further"][: 1 + sources] if sources else []
+    given += ["input_ids", "ids", "extra_ids"][: 1 + sources] if sources else []
     given += ["header"] if header else []
     windows = ["window_2" if masks == 2 else "window"] if window else []
     pointers = {name: f"*{mask}" if name.startswith("mask") else "*i64" for name in given}
-    optional = ["mask", "mask_2", "starts", "starts_2", "places", "places_2", "input_ids", "ids", "further", "header"]
+    optional = ["mask", "mask_2", "starts", "starts_2", "places", "places_2", "input_ids", "ids", "extra_ids", "header"]
     numbers = ["position", "row", "row_2", "first", "drafts", "length", "more", "size", "size_2"]
     fixed: dict[str, object] = {
         name: None for name in (*optional, "window", "window_2") if name not in (*given, *windows)

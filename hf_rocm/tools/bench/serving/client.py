@@ -23,8 +23,8 @@ _LONGEST_LINE = 2**20
 class Request(NamedTuple):
     """A request for `new` tokens after a prompt.
 
-    stream: whether the answer is sent in pieces. endpoint: a key of `PATHS`. leave: whether the client disconnects when
-    half of a streamed answer has arrived.
+    stream: whether the response is sent in pieces. endpoint: a key of `PATHS`. leave: whether the client disconnects
+    when half of a streamed response has arrived.
     """
 
     prompt: str
@@ -34,7 +34,7 @@ class Request(NamedTuple):
     leave: bool = False
 
     def body(self, model: str) -> dict[str, Any]:
-        """Return the JSON of a greedy request whose answer does not stop at an end-of-sequence token."""
+        """Return the JSON of a greedy request whose response does not stop at an end-of-sequence token."""
         settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": self.new}
         content: dict[str, Any] = (
             {"messages": [{"role": "user", "content": self.prompt}]}
@@ -52,11 +52,11 @@ class Request(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
-    """The answer to a request.
+class Response:
+    """The response to a request.
 
-    sent, ended: when the request was sent and when the answer ended, in seconds of `time.perf_counter`. pieces: when
-    each piece of text arrived. prompt, tokens: the numbers of tokens in the prompt and in the answer, as the server
+    sent, ended: when the request was sent and when the response ended, in seconds of `time.perf_counter`. pieces: when
+    each piece of text arrived. prompt, tokens: the numbers of tokens in the prompt and in the response, as the server
     counted them. error: the kind of an error, or None. detail: the error's message. left: whether the client
     disconnected before the end, as requested; then `prompt` and `tokens` are 0.
     """
@@ -80,25 +80,25 @@ class _Failure(Exception):
         self.kind, self.detail = kind, detail
 
 
-async def send_request(port: int, model: str, request: Request, *, timeout: float) -> Answer:
-    """Send one request and return its answer, with an error if it failed. timeout: seconds for the whole request."""
+async def send_request(port: int, model: str, request: Request, *, timeout: float) -> Response:
+    """Send one request and return its response, with an error if it failed. timeout: seconds for the whole request."""
     sent = time.perf_counter()
     try:
-        answer = await asyncio.wait_for(_exchange(port, model, request, sent), timeout)
+        response = await asyncio.wait_for(_exchange(port, model, request, sent), timeout)
     except _Failure as failure:
-        return Answer(sent, time.perf_counter(), error=failure.kind, detail=failure.detail[:_DETAIL])
+        return Response(sent, time.perf_counter(), error=failure.kind, detail=failure.detail[:_DETAIL])
     except asyncio.TimeoutError:
-        return Answer(sent, time.perf_counter(), error="timeout", detail=f"no complete answer in {timeout:g} s")
+        return Response(sent, time.perf_counter(), error="timeout", detail=f"no complete response in {timeout:g} s")
     except ConnectionRefusedError as error:
-        return Answer(sent, time.perf_counter(), error=REFUSED, detail=str(error)[:_DETAIL])
+        return Response(sent, time.perf_counter(), error=REFUSED, detail=str(error)[:_DETAIL])
     except (OSError, asyncio.IncompleteReadError) as error:
-        return Answer(sent, time.perf_counter(), error=CLOSED, detail=str(error)[:_DETAIL])
-    if answer.tokens != request.new and not answer.left:
-        return replace(answer, error="wrong length", detail=f"{answer.tokens} of {request.new} tokens")
-    return answer
+        return Response(sent, time.perf_counter(), error=CLOSED, detail=str(error)[:_DETAIL])
+    if response.tokens != request.new and not response.left:
+        return replace(response, error="wrong length", detail=f"{response.tokens} of {request.new} tokens")
+    return response
 
 
-async def _exchange(port: int, model: str, request: Request, sent: float) -> Answer:
+async def _exchange(port: int, model: str, request: Request, sent: float) -> Response:
     reader, writer = await asyncio.open_connection(HOST, port, limit=_LONGEST_LINE)
     try:
         content = json.dumps(request.body(model)).encode()
@@ -113,7 +113,7 @@ async def _exchange(port: int, model: str, request: Request, sent: float) -> Ans
         if headers.get("content-type", "").startswith("text/event-stream"):
             return await _streamed(parts, sent, request.new // 2 if request.leave else None)
         whole = _parsed(b"".join([part async for part in parts]))
-        return _finished(Answer(sent, time.perf_counter(), _text(whole)), whole)
+        return _finished(Response(sent, time.perf_counter(), _text(whole)), whole)
     except (ValueError, asyncio.LimitOverrunError) as error:
         # An invalid status line, header or size, or an endless line.
         raise _Failure("malformed answer", str(error)) from error
@@ -124,7 +124,7 @@ async def _exchange(port: int, model: str, request: Request, sent: float) -> Ans
 async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
     line = (await reader.readline()).decode("latin-1")
     if not line:
-        raise _Failure(CLOSED, "closed before an answer")
+        raise _Failure(CLOSED, "closed before a response")
     status = int(line.split()[1]) if line.startswith("HTTP/1.") and len(line.split()) > 1 else None
     if status is None:
         raise _Failure("malformed answer", line)
@@ -148,10 +148,10 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncI
             yield part
 
 
-async def _streamed(parts: AsyncIterator[bytes], sent: float, most: int | None) -> Answer:
-    """Read an answer from server-sent events. The last one contains the finish reason and the numbers of tokens.
+async def _streamed(parts: AsyncIterator[bytes], sent: float, most: int | None) -> Response:
+    """Read a response from server-sent events. The last one contains the finish reason and the numbers of tokens.
 
-    most: return after this number of pieces, which closes the connection; None: read the whole answer.
+    most: return after this number of pieces, which closes the connection; None: read the whole response.
     """
     texts, pieces, rest = [], [], b""
     last: dict[str, Any] | None = None
@@ -169,12 +169,12 @@ async def _streamed(parts: AsyncIterator[bytes], sent: float, most: int | None) 
                 texts.append(text)
                 pieces.append(now)
             if most is not None and len(pieces) >= most:
-                return Answer(sent, now, "".join(texts), tuple(pieces), left=True)
+                return Response(sent, now, "".join(texts), tuple(pieces), left=True)
             if event["choices"][0].get("finish_reason"):
                 last = event
     if last is None:
         raise _Failure("ended early", f"after {len(pieces)} pieces, without a finish reason")
-    return _finished(Answer(sent, time.perf_counter(), "".join(texts), tuple(pieces)), last)
+    return _finished(Response(sent, time.perf_counter(), "".join(texts), tuple(pieces)), last)
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
@@ -196,9 +196,9 @@ def _text(event: dict[str, Any]) -> str:
         raise _Failure("malformed answer", f"no choices: {json.dumps(event)}") from error
 
 
-def _finished(answer: Answer, event: dict[str, Any]) -> Answer:
+def _finished(response: Response, event: dict[str, Any]) -> Response:
     try:
         usage = event["usage"]
-        return replace(answer, prompt=int(usage["prompt_tokens"]), tokens=int(usage["completion_tokens"]))
+        return replace(response, prompt=int(usage["prompt_tokens"]), tokens=int(usage["completion_tokens"]))
     except (KeyError, TypeError, ValueError) as error:
         raise _Failure("malformed answer", "no token counts (usage)") from error

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_rocm.tools.bench.clock import percentiles
 from hf_rocm.tools.bench.report import Row, milliseconds
-from hf_rocm.tools.bench.serving.client import Answer
+from hf_rocm.tools.bench.serving.client import Response
 from hf_rocm.tools.bench.serving.traffic import Load, Traffic
 from hf_rocm.tools.bench.variants import PREPARED, STOCK
 
@@ -24,19 +24,19 @@ TIMES = {
 def figures(load: Load, side: str, traffic: Traffic) -> dict[str, Any]:
     """Return the figures of one case on one side as plain data.
 
-    Failed answers are counted only in `errors`, and abandoned ones only in `left`.
-    rate: tokens per second over all requests, from the first request to the last answer. first: the time from a request
-    to the first piece of text in a streamed answer. between: the time from one piece to the next. whole: the time from
-    a request to the end of its answer, streamed or not.
+    Failed responses are counted only in `errors`, and abandoned ones only in `left`.
+    rate: tokens per second over all requests, from the first request to the last response. first: the time from a
+    request to the first piece of text in a streamed response. between: the time from one piece to the next. whole: the
+    time from a request to the end of its response, streamed or not.
     """
-    answered = [answer for answer in traffic.answers if answer.error is None and not answer.left]
-    tokens = sum(answer.tokens for answer in answered)
-    streamed = [answer for answer in answered if answer.pieces]
-    gaps = [after - before for answer in streamed for before, after in pairwise(answer.pieces)]
+    answered = [response for response in traffic.responses if response.error is None and not response.left]
+    tokens = sum(response.tokens for response in answered)
+    streamed = [response for response in answered if response.pieces]
+    gaps = [after - before for response in streamed for before, after in pairwise(response.pieces)]
     times = {
-        "first": [answer.pieces[0] - answer.sent for answer in streamed],
+        "first": [response.pieces[0] - response.sent for response in streamed],
         "between": gaps,
-        "whole": [answer.ended - answer.sent for answer in answered],
+        "whole": [response.ended - response.sent for response in answered],
     }
     return {
         "load": asdict(load),
@@ -45,12 +45,12 @@ def figures(load: Load, side: str, traffic: Traffic) -> dict[str, Any]:
         "seconds": traffic.seconds,
         "answered": len(answered),
         "unsent": traffic.unsent,
-        "left": sum(answer.left for answer in traffic.answers),
-        "errors": _errors(traffic.answers),
-        "prompt_tokens": sum(answer.prompt for answer in answered),
+        "left": sum(response.left for response in traffic.responses),
+        "errors": _errors(traffic.responses),
+        "prompt_tokens": sum(response.prompt for response in answered),
         "tokens": tokens,
-        "streamed_tokens": sum(answer.tokens for answer in streamed),
-        "pieces": sum(len(answer.pieces) for answer in streamed),
+        "streamed_tokens": sum(response.tokens for response in streamed),
+        "pieces": sum(len(response.pieces) for response in streamed),
         "rate": tokens / traffic.seconds if traffic.seconds > 0 else 0.0,
         "times": {
             name: None if (stats := percentiles(values)) is None else stats._asdict() for name, values in times.items()
@@ -58,12 +58,12 @@ def figures(load: Load, side: str, traffic: Traffic) -> dict[str, Any]:
     }
 
 
-def _errors(answers: Iterable[Answer]) -> dict[str, dict[str, Any]]:
+def _errors(responses: Iterable[Response]) -> dict[str, dict[str, Any]]:
     """Return the number of errors of each kind, and the detail of the first one."""
     errors: dict[str, dict[str, Any]] = {}
-    for answer in answers:
-        if answer.error is not None:
-            errors.setdefault(answer.error, {"count": 0, "example": answer.detail})["count"] += 1
+    for response in responses:
+        if response.error is not None:
+            errors.setdefault(response.error, {"count": 0, "example": response.detail})["count"] += 1
     return errors
 
 

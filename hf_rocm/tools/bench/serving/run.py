@@ -1,4 +1,4 @@
-"""One run of `hf-rocm bench serve`: compare both servers' answers to the same requests, and measure every load.
+"""One run of `hf-rocm bench serve`: compare both servers' responses to the same requests, and measure every load.
 
 Only one server runs at a time, since a server fills the GPU's memory with its cache.
 """
@@ -42,8 +42,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Settings:
     """How servers are started and queried. arguments: additional arguments of `transformers serve`. timeout: the
-    time limit for one answer, in seconds. start_timeout: the time limit for loading the model, in seconds. sides: the
-    measured sides; hf_rocm's is always measured, and the answers of both are always compared.
+    time limit for one response, in seconds. start_timeout: the time limit for loading the model, in seconds. sides: the
+    measured sides; hf_rocm's is always measured, and the responses of both are always compared.
     """
 
     batching: bool = True
@@ -56,11 +56,11 @@ class Settings:
 def bench_serving(
     subject: Subject, loads: Sequence[Load], settings: Settings, *, segment: str, progress: Progress
 ) -> Segment:
-    """Compare the answers of both servers, and measure every load on the servers of `settings.sides`.
+    """Compare the responses of both servers, and measure every load on the servers of `settings.sides`.
 
     Raises `LoadError` if there is no such model, `OptionError` if the model or its tokenizer does not support the
     requests (for example, because they are too long), `ServeError` if a server fails, and `Mismatch` if hf_rocm's
-    answers differ from stock's by more than the tolerance.
+    responses differ from stock's by more than the tolerance.
     """
     with tempfile.TemporaryDirectory(prefix="hf_rocm_bench_") as name:
         return _measured(subject, loads, settings, Path(name), segment=segment, progress=progress)
@@ -132,16 +132,16 @@ class _Run:
         )
 
     def texts(self, server: Server, load: Load, requests: Sequence[Request]) -> list[str]:
-        """Return the answers to these requests. Raises `ServeError` if one fails."""
-        traffic = self.drive(server, load, requests, "checking answers")
-        for answer in traffic.answers:
-            if answer.error is not None:
+        """Return the responses to these requests. Raises `ServeError` if one fails."""
+        traffic = self.drive(server, load, requests, "checking responses")
+        for response in traffic.responses:
+            if response.error is not None:
                 raise ServeError(
-                    f"the {server.side} server failed on one of the first requests: {answer.error}",
-                    facts={"answer": answer.detail or "none", "last lines": server.last_lines()},
-                    hint="allow more time with --timeout" if answer.error == "timeout" else None,
+                    f"the {server.side} server failed on one of the first requests: {response.error}",
+                    facts={"answer": response.detail or "none", "last lines": server.last_lines()},
+                    hint="allow more time with --timeout" if response.error == "timeout" else None,
                 )
-        return [answer.text for answer in traffic.answers]
+        return [response.text for response in traffic.responses]
 
     def cases(self, server: Server, loads: Sequence[Load], requests: Sequence[list[Request]]) -> list[dict[str, Any]]:
         """Return the figures of every load on this server, each measured after an untimed warm-up."""
@@ -157,11 +157,11 @@ class _Run:
         """Send the requests. Raises `ServeError` as soon as the server has ended."""
 
         def report_progress(done: int, total: int) -> None:
-            self.progress(f"{server.side}: {stage}, {done} of {total} answers")
+            self.progress(f"{server.side}: {stage}, {done} of {total} responses")
 
         send = partial(send_request, server.port, self.model, timeout=self.settings.timeout)
         traffic = asyncio.run(_watched(server, drive(load, list(requests), send, progress=report_progress)))
-        if any(answer.error in LOST for answer in traffic.answers):
+        if any(response.error in LOST for response in traffic.responses):
             server.check(_DURING, grace=_GRACE)
         return traffic
 
@@ -220,7 +220,7 @@ def _mismatch(
 ) -> Mismatch:
     index = next(index for index, text in enumerate(expected) if text != actual[index])
     return Mismatch(
-        "hf_rocm's answers differ from stock's, so nothing is timed",
+        "hf_rocm's responses differ from stock's, so nothing is timed",
         facts={
             "answers": f"{comparison.equal} of {comparison.total} are equal",
             "tokens that differ": f"{100 * comparison.rate:.0f} %",

@@ -9,19 +9,19 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from hf_rocm.tools.bench.serving.client import COMPLETIONS, Answer, Request
+from hf_rocm.tools.bench.serving.client import COMPLETIONS, Request, Response
 
-ANSWERS = ("streamed", "whole", "both")
+RESPONSES = ("streamed", "whole", "both")
 
 
 @dataclass(frozen=True)
 class Load:
     """One case. clients: the number of clients in a closed loop, each of which sends one request at a time. None: an
-    open loop with `rate` requests per second on average, which does not wait for answers.
+    open loop with `rate` requests per second on average, which does not wait for responses.
 
-    shortest, longest: the range of prompt lengths in tokens. new: tokens per answer. answers: `streamed`, `whole`, or
+    shortest, longest: the range of prompt lengths in tokens. new: tokens per response. answers: `streamed`, `whole`, or
     `both`, alternating. seconds: the time after which no request is sent. endpoint: `completions` or `chat`. leaving:
-    the share of streamed requests whose client disconnects when half of the answer has arrived.
+    the share of streamed requests whose client disconnects when half of the response has arrived.
     """
 
     clients: int | None
@@ -52,15 +52,15 @@ class Load:
 
 
 class Traffic(NamedTuple):
-    """The answers in the order of the requests, the seconds from the first request to the last answer, and the number
-    of requests that were not sent in time."""
+    """The responses in the order of the requests, the seconds from the first request to the last response, and the
+    number of requests that were not sent in time."""
 
-    answers: tuple[Answer, ...]
+    responses: tuple[Response, ...]
     seconds: float
     unsent: int
 
 
-Send = Callable[[Request], Awaitable[Answer]]
+Send = Callable[[Request], Awaitable[Response]]
 Progress = Callable[[int, int], None]
 
 
@@ -90,14 +90,14 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
 
 
 async def drive(load: Load, requests: list[Request], send: Send, *, progress: Progress = lambda *_: None) -> Traffic:
-    """Send the requests as the load describes, and wait for the answers to all requests that were sent in time."""
-    answers: list[Answer | None] = [None] * len(requests)
+    """Send the requests as the load describes, and wait for the responses to all requests that were sent in time."""
+    responses: list[Response | None] = [None] * len(requests)
     began = time.perf_counter()
     finished = 0
 
     async def send_one(index: int) -> None:
         nonlocal finished
-        answers[index] = await send(requests[index])
+        responses[index] = await send(requests[index])
         finished += 1
         progress(finished, len(requests))
 
@@ -105,7 +105,7 @@ async def drive(load: Load, requests: list[Request], send: Send, *, progress: Pr
         await _closed_loop(load, len(requests), send_one, began)
     else:
         await _open_loop(load, len(requests), send_one, began)
-    done = tuple(answer for answer in answers if answer is not None)
+    done = tuple(response for response in responses if response is not None)
     return Traffic(done, time.perf_counter() - began, len(requests) - len(done))
 
 

@@ -8,7 +8,7 @@ from packaging.version import Version
 
 from hf_rocm.architectures import INSTINCT, NEWEST_AITER, RADEON
 from hf_rocm.tools.doctor.facts import Aiter, Facts, JitCache
-from hf_rocm.tools.doctor.report import Finding, number, ok, problem, warning
+from hf_rocm.tools.doctor.report import Finding, ok, pluralized, problem, warning
 
 INSTALL = "scripts/install-aiter, in a clone of hf_rocm, picks the release that fits (or: pip install amd-aiter)"
 RADEON_SINCE = Version("0.1.19")
@@ -124,19 +124,19 @@ def _cache(local_aiter: Aiter, cache: JitCache, now: float) -> Iterator[Finding]
         package = "torch" if local_aiter.torch_installed >= local_aiter.installed else "aiter"
         yield warning(
             "aiter-cache",
-            f"{number(len(stale), 'compiled module')} in {cache.folder} older than the installed {package}",
+            f"{pluralized(len(stale), 'compiled module')} in {cache.folder} older than the installed {package}",
             means="loading them can fail with an undefined symbol, or crash",
             fix=_clear(cache),
         )
     if locks:
         yield warning(
             "aiter-cache",
-            f"{number(len(locks), 'lock')} in {cache.folder}/build, more than an hour old ({', '.join(locks[:3])})",
+            f"{pluralized(len(locks), 'lock')} in {cache.folder}/build, more than an hour old ({', '.join(locks[:3])})",
             means="a build was interrupted; the next one may wait for it forever",
             fix=f"rm -f {cache.folder}/build/lock_*",
         )
     if not stale and not locks:
-        yield ok("aiter-cache", f"{number(len(cache.modules), 'compiled module')} in {cache.folder}")
+        yield ok("aiter-cache", f"{pluralized(len(cache.modules), 'compiled module')} in {cache.folder}")
 
 
 def _clear(cache: JitCache | None) -> str:

@@ -15,7 +15,7 @@ from hf_rocm.generation.ledger import NAME, Event
 from hf_rocm.known_faults import GRAPH_FAULTS, STALLING_KERNELS, graph_faults, mapped_copy_fault
 from hf_rocm.tools.doctor.checks.torch import INDEXES, install
 from hf_rocm.tools.doctor.facts import Facts, version
-from hf_rocm.tools.doctor.report import Finding, number, ok, problem, warning
+from hf_rocm.tools.doctor.report import Finding, ok, pluralized, problem, warning
 
 BACKWARD = "https://github.com/ROCm/TheRock/issues/7696"
 FOUR_BIT = "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/2087"
@@ -94,7 +94,7 @@ def graph_events(facts: Facts) -> Iterator[Finding]:
     if matching:
         yield warning(
             "graph-events",
-            f"{number(len(matching), 'replay')} differed from the uncaptured step on this machine; "
+            f"{pluralized(len(matching), 'replay')} differed from the uncaptured step on this machine; "
             f"the last one was {matching[-1]}",
             means="hf_rocm stopped recording steps in that process; other users of HIP graphs would not notice such a "
             "replay",

@@ -8,7 +8,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.version import Version
 
 from hf_rocm.tools.doctor.facts import Facts, version
-from hf_rocm.tools.doctor.report import Finding, number, ok, problem, warning
+from hf_rocm.tools.doctor.report import Finding, ok, pluralized, problem, warning
 
 KERNELS = "https://github.com/huggingface/transformers/issues/47455"
 GOOD = ("verified", "compatible")
@@ -70,21 +70,21 @@ def _overlays(facts: Facts) -> Finding:
     if bad:
         return problem(
             "overlays",
-            f"{number(bad, 'installed overlay')} on files that were changed later",
+            f"{pluralized(bad, 'installed overlay')} on files that were changed later",
             means="those models stay stock, and their overlays cannot be uninstalled",
             fix="hf-rocm status   # lists them, and the next step",
         )
     if foreign := _count(states, lambda installed, match: installed == "foreign"):
         return problem(
             "overlays",
-            f"{number(foreign, 'block')} with code that is not from this hf-rocm's overlays",
+            f"{pluralized(foreign, 'block')} with code that is not from this hf-rocm's overlays",
             means="that code runs when those models are imported",
             fix="hf-rocm install-overlays   # replaces it; hf-rocm status names the files",
         )
     if old:
         return warning(
             "overlays",
-            f"{number(old, 'overlay')} of another hf-rocm release",
+            f"{pluralized(old, 'overlay')} of another hf-rocm release",
             means="they are inert, and their models stay stock",
             fix="hf-rocm install-overlays",
         )

@@ -1,4 +1,4 @@
-"""One request over HTTP: text and times of whole and streamed answers, and the kind of every failure."""
+"""One request over HTTP: text and times of whole and streamed responses, and the kind of every failure."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def send(port, *, stream=True, timeout=10.0, **options):
 def test_an_answer_has_its_text_tokens_and_times(stream, endpoint):
     before = time.perf_counter()
     with answering() as server:
-        answer = send(server.port, stream=stream, endpoint=endpoint)
-    assert answer.error is None
-    assert answer.text == "".join(word("a prompt", index) for index in range(NEW))
-    assert (answer.prompt, answer.tokens) == (3, NEW)
-    assert len(answer.pieces) == (NEW if stream else 0)
-    assert [before, answer.sent, *answer.pieces, answer.ended] == sorted(
-        [before, answer.sent, *answer.pieces, answer.ended]
+        response = send(server.port, stream=stream, endpoint=endpoint)
+    assert response.error is None
+    assert response.text == "".join(word("a prompt", index) for index in range(NEW))
+    assert (response.prompt, response.tokens) == (3, NEW)
+    assert len(response.pieces) == (NEW if stream else 0)
+    assert [before, response.sent, *response.pieces, response.ended] == sorted(
+        [before, response.sent, *response.pieces, response.ended]
     )
 
 
 def test_a_client_that_leaves_disconnects_after_half_of_the_answer():
     with answering() as server:
-        answer = send(server.port, leave=True)
-    assert answer.left and answer.error is None and len(answer.pieces) == NEW // 2
-    assert answer.text == "".join(word("a prompt", index) for index in range(NEW // 2))
+        response = send(server.port, leave=True)
+    assert response.left and response.error is None and len(response.pieces) == NEW // 2
+    assert response.text == "".join(word("a prompt", index) for index in range(NEW // 2))
 
 
 def test_every_fault_of_a_running_server_has_a_kind():
@@ -61,9 +61,9 @@ def test_every_fault_of_a_running_server_has_a_kind():
 @pytest.mark.parametrize("fault", KINDS)
 def test_a_failure_is_an_answer_with_its_kind(fault):
     with answering(fault) as server:
-        answer = send(server.port, timeout=0.5 if fault == "silent" else 10.0)
-    assert answer.error == KINDS[fault]
-    assert answer.detail
+        response = send(server.port, timeout=0.5 if fault == "silent" else 10.0)
+    assert response.error == KINDS[fault]
+    assert response.detail
 
 
 @pytest.mark.parametrize("fault", ["garbage", "no-usage", "short"])

@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 
 from hf_rocm.tools.bench.clock import percentiles
-from hf_rocm.tools.bench.serving.client import Answer
+from hf_rocm.tools.bench.serving.client import Response
 from hf_rocm.tools.bench.serving.figures import by_case, figures, notes, table
 from hf_rocm.tools.bench.serving.traffic import Load, Traffic
 
 LOAD = Load(2, None, 5, 4, 9, 3)
 
-# Two streamed answers of 3 tokens, one whole answer, and two failures: 9 tokens in 2 seconds.
-ANSWERS = (
-    Answer(0.0, 0.9, "a b c", (0.1, 0.2, 0.4), prompt=4, tokens=3),
+# Two streamed responses of 3 tokens, one whole response, and two failures: 9 tokens in 2 seconds.
+RESPONSES = (
+    Response(0.0, 0.9, "a b c", (0.1, 0.2, 0.4), prompt=4, tokens=3),
     # Two tokens arrived in one chunk.
-    Answer(0.5, 2.0, "a b c", (0.8, 1.8), prompt=9, tokens=3),
-    Answer(1.0, 1.5, "a b c", (), prompt=5, tokens=3),
-    Answer(1.0, 1.2, "a", (1.1,), prompt=5, tokens=1, error="wrong length", detail="1 of 3 tokens"),
-    Answer(1.0, 1.1, error="HTTP 500", detail="no memory"),
+    Response(0.5, 2.0, "a b c", (0.8, 1.8), prompt=9, tokens=3),
+    Response(1.0, 1.5, "a b c", (), prompt=5, tokens=3),
+    Response(1.0, 1.2, "a", (1.1,), prompt=5, tokens=1, error="wrong length", detail="1 of 3 tokens"),
+    Response(1.0, 1.1, error="HTTP 500", detail="no memory"),
 )
 
 
-def case_of(side, answers=ANSWERS, seconds=2.0, unsent=0, load=LOAD):
-    return figures(load, side, Traffic(answers, seconds, unsent))
+def case_of(side, responses=RESPONSES, seconds=2.0, unsent=0, load=LOAD):
+    return figures(load, side, Traffic(responses, seconds, unsent))
 
 
 def test_percentiles_are_interpolated():
@@ -57,16 +57,16 @@ def test_figures_are_those_computed_by_hand():
 
 
 def test_an_abandoned_stream_is_counted_and_changes_nothing_else():
-    case = case_of("stock", (*ANSWERS, Answer(0.0, 0.5, "a", (0.3,), left=True)))
+    case = case_of("stock", (*RESPONSES, Response(0.0, 0.5, "a", (0.3,), left=True)))
     assert case.pop("left") == 1 and case == {name: value for name, value in case_of("stock").items() if name != "left"}
     (line,) = [
-        line for line in notes([case_of("stock", (*ANSWERS, Answer(0.0, 0.5, left=True)))]) if "abandoned" in line
+        line for line in notes([case_of("stock", (*RESPONSES, Response(0.0, 0.5, left=True)))]) if "abandoned" in line
     ]
     assert line.startswith("stock: 1 stream ")
 
 
 def test_without_an_answer_there_are_no_times():
-    case = case_of("stock", ANSWERS[3:])
+    case = case_of("stock", RESPONSES[3:])
     assert case["times"] == {"first": None, "between": None, "whole": None} and case["rate"] == 0
     header, rows = table([case, case_of("hf_rocm")])
     assert header == ("", "stock", "hf_rocm", "× stock")
@@ -75,10 +75,10 @@ def test_without_an_answer_there_are_no_times():
 
 def test_the_table_compares_the_sides():
     prepared = tuple(
-        Answer(0.0, answer.ended / 2, "x", tuple(seconds / 2 for seconds in answer.pieces), 4, 3)
-        for answer in ANSWERS[:1]
+        Response(0.0, response.ended / 2, "x", tuple(seconds / 2 for seconds in response.pieces), 4, 3)
+        for response in RESPONSES[:1]
     )
-    header, rows = table([case_of("stock", ANSWERS[:1], seconds=0.9), case_of("hf_rocm", prepared, seconds=0.3)])
+    header, rows = table([case_of("stock", RESPONSES[:1], seconds=0.9), case_of("hf_rocm", prepared, seconds=0.3)])
     assert header == ("", "stock", "hf_rocm", "× stock")
     cells = {row[0]: row[1:] for row in rows}
     assert cells["tokens per second"] == ("3.3", "10.0", "3.00")
@@ -93,7 +93,7 @@ def test_one_side_has_no_comparison():
 
 
 def test_whole_answers_have_no_time_to_a_first_token():
-    _, rows = table([case_of("stock", ANSWERS[2:3])])
+    _, rows = table([case_of("stock", RESPONSES[2:3])])
     assert [row[0] for row in rows] == ["tokens per second", "time to complete answer, ms", "answers", "errors"]
 
 
@@ -102,7 +102,7 @@ def test_notes_list_errors_by_kind_and_unsent_requests():
     assert "stock: 1 × HTTP 500, first: no memory" in lines
     assert "stock: 7 requests were not sent within 120 s" in lines
     assert any("5 of 6 (stock)" in line for line in lines)
-    assert notes([case_of("stock", ANSWERS[:1])]) == []
+    assert notes([case_of("stock", RESPONSES[:1])]) == []
 
 
 def test_cases_are_grouped_by_load_with_stock_first():

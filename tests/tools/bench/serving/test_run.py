@@ -98,7 +98,7 @@ def test_different_answers_are_an_error_and_nothing_is_timed(bench, stubs, capsy
     monkeypatch.setattr(run._Run, "cases", lambda *args: pytest.fail("it was timed"))
     assert bench() == 1
     output = capsys.readouterr()
-    assert "hf_rocm's answers differ from stock's, so nothing is timed" in output.err
+    assert "hf_rocm's responses differ from stock's, so nothing is timed" in output.err
     assert "float32 allows no difference" in output.err and "0 of 8 are equal" in output.err and not output.out
 
 

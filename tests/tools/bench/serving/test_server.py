@@ -110,8 +110,8 @@ def test_the_server_ends_when_the_command_is_killed(tmp_path):
 
 def test_the_stock_server_cannot_import_hf_rocm(monkeypatch, tmp_path):
     code = server.CODE["stock"].split("sys.argv")[0]
-    done = subprocess.run(children.command(f"{code}\nimport hf_rocm"), capture_output=True, text=True, check=False)
-    assert "ModuleNotFoundError" in done.stderr
+    result = subprocess.run(children.command(f"{code}\nimport hf_rocm"), capture_output=True, text=True, check=False)
+    assert "ModuleNotFoundError" in result.stderr
 
 
 def test_a_release_without_completions_is_refused(monkeypatch):

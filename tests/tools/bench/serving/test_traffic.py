@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from hf_rocm.tools.bench.serving.client import Answer
+from hf_rocm.tools.bench.serving.client import Response
 from hf_rocm.tools.bench.serving.traffic import Load, arrivals, drive, plan
 
 CLOSED = Load(3, None, 12, 5, 20, 8)
@@ -52,7 +52,7 @@ class Clients:
         self.most = max(self.most, self.now)
         await asyncio.sleep(self.seconds)
         self.now -= 1
-        return Answer(sent, time.perf_counter(), tokens=request.new)
+        return Response(sent, time.perf_counter(), tokens=request.new)
 
 
 def test_only_streams_are_abandoned_in_the_given_share():
@@ -107,14 +107,14 @@ def test_arrivals_are_a_seeded_poisson_process():
 def test_a_closed_loop_has_as_many_requests_in_flight_as_clients():
     clients = Clients()
     done = traffic(CLOSED, clients)
-    assert clients.most == CLOSED.clients and len(done.answers) == CLOSED.requests and done.unsent == 0
+    assert clients.most == CLOSED.clients and len(done.responses) == CLOSED.requests and done.unsent == 0
     assert done.seconds >= CLOSED.requests / CLOSED.clients * clients.seconds
 
 
 def test_an_open_loop_does_not_wait_for_answers():
     clients = Clients(seconds=0.2)
     done = traffic(OPEN, clients)
-    assert clients.most == OPEN.requests == len(done.answers)
+    assert clients.most == OPEN.requests == len(done.responses)
     due = arrivals(OPEN.rate, OPEN.requests, OPEN.seed)
     assert all(began - clients.began[0] >= expected - 0.01 for began, expected in zip(clients.began, due, strict=True))
 
@@ -123,7 +123,7 @@ def test_an_open_loop_does_not_wait_for_answers():
 def test_no_request_is_sent_after_the_time_limit(load):
     clients = Clients(seconds=0.1)
     done = traffic(replace(load, seconds=0.15, requests=40), clients)
-    assert 0 < len(done.answers) < 40 and done.unsent == 40 - len(done.answers)
+    assert 0 < len(done.responses) < 40 and done.unsent == 40 - len(done.responses)
     assert max(clients.began) - clients.began[0] < 0.4
 
 

@@ -52,7 +52,6 @@ ALLOWED = {
         "eos_token_id",
         "pad_token_id",
         "temperature",
-        "top_k",
         "top_p",
     },
     "hf_rocm/tools/verify/cases.py": {"sliding_window"},

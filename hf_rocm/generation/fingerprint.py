@@ -74,8 +74,7 @@ _PLAIN_CLASSES = frozenset(_PLAIN)
 
 def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]) -> None:
     own = module.__dict__
-    names = _compared(attributes_of(module))
-    facts += (own["training"], names)
+    facts.append(own["training"])
     if SLOT in own:
         facts += _shuffled(module, kept)
     for parameters in (own["_parameters"], own["_buffers"]):
@@ -84,6 +83,9 @@ def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]
     for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
         if hooks:
             facts += [_fact(hook, kept) for hook in hooks.values()]
+    # Reading a weight may detach its group, which is one of these attributes.
+    names = _compared(attributes_of(module))
+    facts.append(names)
     for name in names:
         value = own[name]
         if value.__class__ in _PLAIN_CLASSES:

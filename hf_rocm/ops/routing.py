@@ -95,7 +95,7 @@ def specification(call: RoutingCall, *, experts: int, wide: bool = False) -> tup
 
     wide: the logits will be in fp32.
     """
-    logits, bias, top, scores, groups, chosen_groups, best, normalise, _, _, weight_dtype = call
+    logits, bias, top_k, scores, groups, chosen_groups, best, normalise, _, _, weight_dtype = call
     grad = torch.is_grad_enabled() and (logits.requires_grad or (bias is not None and bias.requires_grad))
     dtype, device, biased = torch.float32 if wide else logits.dtype, logits.device, bias is not None
     return (
@@ -103,7 +103,7 @@ def specification(call: RoutingCall, *, experts: int, wide: bool = False) -> tup
         weight_dtype,
         device,
         experts,
-        top,
+        top_k,
         scores,
         biased,
         groups,

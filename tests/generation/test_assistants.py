@@ -213,7 +213,7 @@ def test_a_fault_in_a_draft_that_is_not_compared_only_lowers_the_acceptance_rate
     prepared_pair, stock_pair = trio(graphs=None)
     faulty(prepared_pair[1], faults.garbage, first=2)
     monkeypatch.setattr("hf_rocm.generation.schedule.Schedule.due", property(lambda self: self.replays == 0))
-    monkeypatch.setattr("hf_rocm.generation.recorded_step.Alarm.rang", lambda self: False)
+    monkeypatch.setattr("hf_rocm.generation.recorded_step.Alarm.triggered", lambda self: False)
     for seed in range(2):
         inputs = repeating(seed)
         assert torch.equal(assisted(prepared_pair, inputs), generate(stock_pair[0], inputs, new=NEW))

@@ -92,7 +92,7 @@ def test_a_queued_step_that_is_compared_is_checked_too(pair, queued, monkeypatch
     for seed in (0, 1, 2, 3, 2):
         looked_up(prepared, repeating(seed))
     search_wrongly(monkeypatch)
-    monkeypatch.setattr(Alarm, "rings", lambda self, replays: any(tokens > 1 for *_, tokens in queued))
+    monkeypatch.setattr(Alarm, "poll", lambda self, replays: any(tokens > 1 for *_, tokens in queued))
     raised = 0
     for seed in range(8):
         queued.clear()

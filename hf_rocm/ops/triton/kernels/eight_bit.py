@@ -43,6 +43,11 @@ def to_dtype_of(numbers, values, SELECT: tl.constexpr):
     """Numbers of the weight in the dtype of x, which represents all 8-bit numbers exactly."""
     if numbers.dtype == values.dtype:
         return numbers
+    if numbers.dtype == tl.int8 and SELECT != _NVIDIA:
+        # 1.5 · 2²³ + q, whose last bits are q. AMD's compiler would combine conversions to fp32 and to bf16 into one, for
+        # which some GPUs need dozens of instructions.
+        summed = (numbers.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
+        return summed.to(values.dtype)
     return to_fp32(numbers, SELECT).to(values.dtype)
 
 

@@ -44,7 +44,7 @@ def to_dtype_of(numbers, values, SELECT: tl.constexpr):
     if numbers.dtype == values.dtype:
         return numbers
     if numbers.dtype == tl.int8 and SELECT != _NVIDIA:
-        # 1.5 · 2²³ + q, whose last bits are q. AMD's compiler would combine conversions to fp32 and to bf16 into one, for
+        # 1.5 · 2²³ + q, whose last bits are q. AMD's compiler would combine conversions to fp32 and bf16 into one, for
         # which some GPUs need dozens of instructions.
         summed = (numbers.to(tl.int32) + 0x4B400000).to(tl.float32, bitcast=True) - 12582912.0
         return summed.to(values.dtype)

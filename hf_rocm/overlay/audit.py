@@ -28,7 +28,7 @@ class Finding(str, Enum):
 
     # The recorded bytes followed by the block, as installed.
     OVERLAY = "overlay"
-    # The recorded bytes followed by an intact block that this hf-rocm would not install.
+    # The recorded bytes followed by an intact block of another release of hf-rocm, or of another overlay.
     OLD = "old"
     # Bytes other than the recorded ones.
     CHANGED = "changed"

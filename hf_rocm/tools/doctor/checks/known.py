@@ -244,7 +244,7 @@ def _rope(facts: Facts) -> Iterator[Finding]:
 
 
 def _sinks(facts: Facts) -> Iterator[Finding]:
-    """Check for the Hub's flash attention, to which transformers passes no attention sinks."""
+    """Check for the Hub's flash attention, to which transformers may pass no attention sinks."""
     if not facts.transformers.hub_flash or not hub_is_on(facts):
         return
     named = facts.model

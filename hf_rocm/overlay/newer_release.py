@@ -14,7 +14,7 @@ from hf_rocm.overlay.state import LISTED, FileState, Installed, Match
 
 @dataclass(frozen=True)
 class Prospect:
-    """One file. go_on: whether its overlay may be used. sentence: the reason, naming the file or what changed in it.
+    """One file. go_on: whether its overlay may be used. sentence: the reason, with the file or the changed definitions.
 
     why: the reason without the file's name; empty if the overlay may not be used.
     """

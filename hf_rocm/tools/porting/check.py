@@ -23,7 +23,7 @@ class Report:
 
     kinds: kind → the number of files that were read. unread: path → why a file for which there are rules could not be
     read. left_out: path → why a file, a part of a file, or a folder (its path ends in a slash) was not read. suffixes:
-    suffix → the number of files for which there are no rules.
+    suffix, or the name of a file without a suffix → the number of such files, for which there are no rules.
     """
 
     path: str

@@ -108,7 +108,10 @@ def _left_behind(left: list[Path], plan: Plan, error: OSError) -> OverlayError:
 
 
 def _stage(action: Action, disk: Disk) -> Path:
-    """Write the new content to a complete file next to the old one, with the old file's owner and mode."""
+    """Write the new content to a temporary file next to the old one, with the old file's owner and mode.
+
+    Returns the path of the temporary file. Raises `OverlayError` if the old content is not that of the plan.
+    """
     if disk.read(action.file) != action.before:
         raise OverlayError(
             f"{action.file.name} was changed by another process while the command ran",
@@ -128,7 +131,7 @@ def _stage(action: Action, disk: Disk) -> Path:
                 disk.own(descriptor, old.st_uid, old.st_gid)
             disk.mode(descriptor, stat.S_IMODE(old.st_mode))
             if (new.st_size, int(new.st_mtime)) == (old.st_size, int(old.st_mtime)):
-                # Python identifies a source by size and mtime, and an unknown folder may contain the old source's .pyc
+                # Python identifies a source file by size and mtime, and an unknown folder may contain its old .pyc
                 disk.touch(descriptor, int(new.st_mtime) + 1)
             disk.sync(descriptor)
         finally:

@@ -190,7 +190,7 @@ def _checkout(installation: Installation) -> str | None:
                 return f"{parent / '.git'}"
         if root.parent.name == "src" and (root.parent.parent / "setup.py").is_file():
             return f"{root.parent.parent / 'setup.py'}"
-        # the record of an editable install is in site-packages, and its files are elsewhere
+        # the record of an editable install is in site-packages, and the package's files are elsewhere
         metadata = installation.metadata
         if metadata is None and not installation.named:
             metadata = next(_metadata_on_path(), None)

@@ -20,9 +20,9 @@ _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF, errno.EI
 def exclusive(root: Path, *, timeout: float = 60.0) -> Iterator[list[str]]:
     """Hold the locks of the transformers at `root` within the block. Yields notices for the user.
 
-    The folder itself is locked, so no lock file is left in it. Waits up to `timeout` seconds for each
-    lock, then raises `OverlayError`. The system releases a lock when its process ends, so no lock is ever stale. On a
-    file system without locks, a claim (`pid_lock`) replaces the lock.
+    The folder itself is locked, so no lock file is left in it. Waits up to `timeout` seconds for each lock, then raises
+    `OverlayError`. The system releases a lock when its process ends, so no lock is ever stale. On a file system without
+    locks, a claim (`pid_lock`) replaces the lock.
     """
     notices: list[str] = []
     with ExitStack() as stack:
@@ -35,7 +35,7 @@ def exclusive(root: Path, *, timeout: float = 60.0) -> Iterator[list[str]]:
 
 
 def _uv_lock(root: Path) -> Path | None:
-    """Return the `.lock` file of `root`'s virtual environment, if the file exists or uv created the environment."""
+    """Return the `.lock` file of `root`'s virtual environment if it exists or uv created the environment, else None."""
     for folder in root.parents:
         settings = folder / "pyvenv.cfg"
         if settings.is_file():

@@ -110,9 +110,10 @@ def render(manifest: Manifest) -> str:
 
 
 def dependencies(overlay_text: str) -> list[str]:
-    """Return the names that an overlay imports from transformers or passes to `binds_first`, as `module:name`, sorted.
+    """Return the names that an overlay imports from transformers or passes to `overlay.binds_first`, sorted.
 
-    Raises `SyntaxError` if the overlay is not valid Python.
+    An imported name has the form `module:name`, and the names of one call have the form `module:name|name`. Raises
+    `SyntaxError` if the overlay is not valid Python.
     """
     names: set[str] = set()
     for node in ast.walk(ast.parse(overlay_text)):

@@ -14,7 +14,7 @@ from hf_rocm.overlay.state import LISTED, FileState, Installed, Match
 
 @dataclass(frozen=True)
 class Prospect:
-    """One file. go_on: whether its overlay may be used. sentence: the reason, naming the file or what changed in it.
+    """One file. go_on: whether its overlay may be used. sentence: the reason, with the file or the changed definitions.
 
     why: the reason without the file's name; empty if the overlay may not be used.
     """
@@ -57,9 +57,10 @@ class Outlook:
 
 
 def outlook(installation: Installation, catalog: Catalog, models: Iterable[str] = ()) -> Outlook | None:
-    """Assess these models, or all if none is named. Returns None if the release is not newer than all checked ones.
+    """Assess these models or, if none is named, all models with an overlay that this release of transformers contains.
 
-    Raises `OverlayError` for a named model that has an overlay but is not in this release of transformers.
+    Returns None if the release is not newer than all checked ones. Raises `OverlayError` for a named model that has an
+    overlay but is not in this release of transformers.
     """
     checked = {release for overlay in _newest_overlays(catalog) for release in overlay.record.releases()}
     newest = newest_if_older(checked, installation.version)

@@ -1,8 +1,7 @@
 """A lock file for file systems without locks: a claim that names its writer.
 
 The system does not remove the file when its writer ends, so the claim records the host, the process ID and the start
-time of the process.
-A claim is ignored if its process on this host has ended, or if it is an old claim of another host.
+time of the process. A claim is ignored if its process on this host has ended, or if it is an old claim of another host.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def claimed(path: Path, *, timeout: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # The files are already written, and the claim of an ended process is ignored.
+        # A claim that can't be removed is ignored once this process has ended.
         with suppress(OSError):
             if _read(path) == own_claim:
                 path.unlink(missing_ok=True)
@@ -56,7 +55,7 @@ def _create(path: Path, text: str) -> bool:
     draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     draft.write_text(text, encoding="utf-8")
     try:
-        # A link creates the claim together with its content, and never replaces another claim.
+        # A hard link creates the claim together with its content, and never replaces another claim.
         os.link(draft, path)
     except FileExistsError:
         return False

@@ -26,7 +26,7 @@ class Watch:
 
     strangers: accept values of other packages as expected. Otherwise the watch reports a difference until a value of
     a package in `OWN` is present. `difference` and `holds` ignore hf_rocm's own changes; `unchanged()` returns False
-    after such a change until one of them has been called.
+    after such a change until `difference` or `holds` has been called.
     """
 
     def __init__(self, references: Iterable[Reference], *, strangers: bool = False) -> None:

@@ -80,7 +80,7 @@ def heads_of(module: nn.Module) -> Heads | None:
     dim = latent or _number(module, "head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
     if dim is None:
         return None
-    # An adapter contains its layer.
+    # An adapter stores the layer that it adapts as `base_layer`.
     layers = [getattr(child, "base_layer", child) for child in module.children()]
     linears = [layer for layer in layers if isinstance(layer, (Linear, quantized.QuantizedLinear))]
     if len(linears) >= 3 and not latent:

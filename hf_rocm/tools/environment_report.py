@@ -51,7 +51,7 @@ def block(facts: Facts) -> str:
 
 
 def _paths(value: object) -> Iterator[str]:
-    """Yield every absolute path in the facts.
+    """Yield the absolute paths in the facts: whole strings, and the parts of strings that colons separate.
 
     Findings contain these paths, and no pattern can detect where a path with spaces ends.
     """

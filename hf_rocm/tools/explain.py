@@ -230,7 +230,7 @@ def _why_not_joined(binding: bind.Binding, modules: list[nn.Module]) -> list[str
 
 def _state(report: dict[str, Any], active: bool) -> str:
     if active:
-        # There is no report if an installed overlay is used.
+        # There is no report if installed overlays serve a model that was not prepared.
         forced = report.get("forced") or not is_rocm()
         return "served by hf_rocm, forced on this machine" if forced else "served by hf_rocm"
     if report:

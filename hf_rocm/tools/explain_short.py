@@ -46,7 +46,7 @@ _REASONS = 6
 # The largest number of class names per reason.
 _STOCK = 6
 
-# matches lines on generate and forwards; the groups are the name of a model inside the model, if any, and the reason
+# matches lines on uncaptured steps and forwards; the groups are the name of a submodel, if any, and the reason
 _UNCAPTURED = re.compile(r"(?:([\w.]+): )?(?:(?:steps|forwards) run )?uncaptured(?: × \d+)?: (.*)")
 
 

@@ -66,8 +66,9 @@ def timed(call: Callable[[], Any], device: torch.device) -> float:
 def device_time(
     calls: Sequence[Callable[[], Any]], device: torch.device, *, repeats: int = 5, record: bool = True
 ) -> list[float]:
-    """Time a list of calls `repeats` times, without the host's overhead if possible. Returns seconds per
-    call, one value for each of the `repeats` times.
+    """Time a list of calls `repeats` times, without the host's overhead if possible.
+
+    Returns the seconds per call, one value per repetition.
 
     On a GPU the calls are captured in a graph and replayed, so that the times do not include the host's launches. Calls
     that can't be captured are timed with their launches, and so are all calls if record is False. calls: repetitions of

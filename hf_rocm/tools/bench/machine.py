@@ -1,4 +1,4 @@
-"""The GPU, the versions and the commit, which are reported with every measurement."""
+"""The device, the versions and the commit, which are reported with every measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls that `hf-rocm bench ops` times: every operation at the shapes of a model, with bytes and FLOPs."""
+"""The calls that `hf-rocm bench ops` times: `OPERATIONS` at the shapes of a model, with their bytes and FLOPs."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ class Reference:
 
 
 class ReferenceInPlace(Reference):
-    """A reference that uses the model itself. A sharded model can't be copied, since its modules are bound to it."""
+    """A reference that uses the model itself. A copy of a sharded model would call the original's layers."""
 
     def __init__(self, model: Any) -> None:
         self._eager = self._exact = model
@@ -191,7 +191,7 @@ def _length(model: Any, case: Case) -> int:
     return max(1, min(case.prompt, TOKENS // case.batch, int((most / case.batch) ** 0.5)))
 
 
-# Bytes per pair of query and key in the reference: the scores, their softmax and its narrower copies.
+# Bytes per head and per pair of a query and a key in the reference: the scores, their softmax and its narrower copies.
 _BYTES_PER_PAIR = 16
 
 

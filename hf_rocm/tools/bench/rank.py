@@ -1,7 +1,7 @@
 """One rank of `hf-rocm bench --tp N`. It loads its part of each model (stock and prepared), as transformers shards it.
 
-All ranks must make the same decisions; otherwise they would wait for each other forever. So no decision here depends on
-the clock or the free memory of a single rank, and a side that fails ends the run.
+All ranks must make the same decisions; otherwise they would wait for each other until the timeout. So no decision here
+depends on the clock or the free memory of a single rank, and a side that fails ends the run.
 """
 
 from __future__ import annotations

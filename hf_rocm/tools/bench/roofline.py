@@ -113,7 +113,7 @@ def local(parameter: Any) -> Any:
 
 
 def windows(model: Any) -> list[int | None]:
-    """Return the sliding window of every layer in tokens; None for other layers, which count as full attention."""
+    """Return every layer's sliding window in tokens; None for a layer without one, which counts as full attention."""
     config = _text(model)
     layers = getattr(config, "num_hidden_layers", 0)
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None

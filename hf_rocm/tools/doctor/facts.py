@@ -176,7 +176,7 @@ class Facts:
 
 
 def short(hip: str) -> str:
-    """Convert torch's name for its ROCm to the release: `7.2.26015-4179531dcd` to `7.2`."""
+    """Shorten a version of HIP or ROCm to its first two numbers: `7.2.26015-4179531dcd` to `7.2`."""
     return ".".join(hip.split("-")[0].split(".")[:2])
 
 

@@ -23,7 +23,7 @@ class Report:
 
     kinds: kind → the number of files that were read. unread: path → why a file for which there are rules could not be
     read. left_out: path → why a file, a part of a file, or a folder (its path ends in a slash) was not read. suffixes:
-    suffix → the number of files for which there are no rules.
+    suffix, or the name of a file without a suffix → the number of such files, for which there are no rules.
     """
 
     path: str
@@ -63,8 +63,7 @@ def check(path: str | Path, *, progress: Callable[[int, int], None] | None = Non
     Reads Python, notebooks, shell scripts, Dockerfiles, compose files, CMake files, Makefiles, files that declare
     packages (pyproject.toml, setup.cfg, requirements, conda environments), and C, C++ and CUDA. Virtual environments,
     caches, links to folders, and files and folders that have a counterpart for ROCm are skipped. progress(done, total)
-    is called after each file.
-    Raises HfRocmError if the path does not exist or contains no file of these kinds.
+    is called after each file. Raises `HfRocmError` if the path does not exist or contains no file of these kinds.
     """
     top = Path(path)
     if not top.exists():

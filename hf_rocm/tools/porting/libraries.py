@@ -11,7 +11,7 @@ class Library:
     """A library and its counterpart.
 
     cuda: the name of a library from NVIDIA, or of another library that supports only NVIDIA GPUs. rocm: its
-    counterpart. headers: prefixes of the paths that C and C++ include. packages: the Python modules that contain it.
+    counterpart. headers: prefixes of the paths in `#include` directives. packages: the Python modules that contain it.
     hipify: whether PyTorch's extension builder translates its includes and calls automatically. note: the remaining
     differences.
     """

@@ -27,7 +27,7 @@ def words_of(package: str) -> set[str]:
 # are small even in long files.
 PACKAGES = frozenset(word for library in LIBRARIES for name in library.packages for word in words_of(name))
 FLAGS = frozenset(("flash", "fa", "checking", "trt", "nvml", "te", "smi", "numba", "cupy", "fnuz"))
-# In characters. Longer imported names are ignored, because every use would be resolved to one.
+# In characters. Longer dotted names are ignored, because every use of the import would be resolved to the long name.
 LONGEST_NAME = 300
 
 PLATFORM = ("hip", "rocm", "amd", "amdgpu", "nvidia", "gfx", "hpu", "xpu", "npu", "mps", "musa")

@@ -19,7 +19,7 @@ from hf_rocm.tools.bench import dummy_checkpoint
 from hf_rocm.tools.bench.known_shapes import shape
 
 _UNKNOWN = "<unk>"
-# Letters per word, which is enough for 456,976 tokens.
+# Letters per word: enough for 26⁴ = 456,976 words.
 _LETTERS = 4
 _TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-# Errors that a dead server causes.
+# The kinds of errors that a server that has ended causes.
 REFUSED, CLOSED = LOST = ("connection refused", "connection lost")
 HOST = "127.0.0.1"
 COMPLETIONS, CHAT = "completions", "chat"
@@ -115,7 +115,7 @@ async def _exchange(port: int, model: str, request: Request, sent: float) -> Res
         whole = _parsed(b"".join([part async for part in parts]))
         return _finished(Response(sent, time.perf_counter(), _text(whole)), whole)
     except (ValueError, asyncio.LimitOverrunError) as error:
-        # An invalid status line, header or size, or an endless line.
+        # An invalid status line, header or size, or a line longer than the limit.
         raise _Failure("malformed answer", str(error)) from error
     finally:
         writer.close()

@@ -132,7 +132,7 @@ class _Run:
         )
 
     def texts(self, server: Server, load: Load, requests: Sequence[Request]) -> list[str]:
-        """Return the responses to these requests. Raises `ServeError` if one fails."""
+        """Return the texts of the responses to these requests. Raises `ServeError` if a request fails."""
         traffic = self.drive(server, load, requests, "checking responses")
         for response in traffic.responses:
             if response.error is not None:
@@ -204,7 +204,7 @@ def _files(model: str) -> tuple[Any, Any]:
 
 
 def _check_lengths(config: Any, loads: Sequence[Load]) -> None:
-    """Raise `OptionError` if a request is longer than the model's context."""
+    """Raise `OptionError` if a prompt and its new tokens together are longer than the model's context."""
     most = getattr(config.get_text_config(), "max_position_embeddings", None)
     longest = max(load.longest + load.new for load in loads)
     if most is not None and longest > most:

@@ -78,7 +78,10 @@ def disagreement(actual: Tensor, eager: Tensor, expected: Tensor) -> str | None:
 
 
 def _run(function: Callable[..., Any], case: Case, convert: Callable[[Tensor], Tensor], spec: Any) -> list[Tensor]:
-    """The outputs, and the gradients of the inputs if spec.grad. Every run has its own copy of the inputs."""
+    """The outputs, and the gradients of the inputs if spec.grad.
+
+    convert: applied to floating-point inputs before the call; other tensors are copied.
+    """
     tensors = [_converted(tensor, convert) for tensor in case.tensors]
     keywords = {key: _converted(value, convert) for key, value in case.keywords.items()}
     if spec.grad:
@@ -107,7 +110,7 @@ def _converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
 
 
 class Draw:
-    """Draws normally distributed numbers, the same on every machine, without changing the user's random state."""
+    """Draws normally distributed numbers on the CPU from a fixed seed, without changing the user's random state."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -123,7 +126,7 @@ def from_arguments(call: Callable[..., Any], terms: type[tuple[Any, ...]]) -> Ca
 
 
 def smaller(size: int, most: int, power: int = 64) -> int:
-    """A size up to about `most`, with the same remainder modulo `power` as `size`."""
+    """A size up to about `most` with the same remainder modulo `power` as `size`. most: a multiple of `power`."""
     return size if size <= most else most + size % power
 
 

@@ -20,7 +20,7 @@ from hf_rocm.ops.probe_worker import decode
 IDLE_SECONDS = 60.0
 # Seconds after the time-out until a hanging child ends itself.
 GRACE = 30
-# The maximum of the system's alarm, in seconds.
+# The largest argument of `signal.alarm`, in seconds.
 LONGEST = 2**31 - 1
 # Seconds until a child that hangs during initialisation ends itself.
 WAKING = 120

@@ -68,7 +68,7 @@ def _take(file: Path, timeout: float, kernel: str) -> Turn:
             file.parent.mkdir(parents=True, exist_ok=True)
             lock = files.open_own(file)
             if lock is None:
-                # This is another user's file, or a link; it is neither read nor written.
+                # The file belongs to another user, is not regular or has several hard links; it is not read or written.
                 return Turn()
             if not files.lock(lock):
                 before = _note(lock) if before is None else before
@@ -106,7 +106,7 @@ def _leave(file: Path, this_turn: Turn) -> None:
             os.pwrite(this_turn.lock, text.encode(), 0)
         elif this_turn.failure is None:
             # A file that contains a failure is kept, because other processes may still be waiting to read it. Any other
-            # file is removed before the lock is released, so that no other process locks it.
+            # file is removed while it is still locked, so that it is never removed under the next holder of the lock.
             file.unlink()
 
 

@@ -59,11 +59,12 @@ def quantized_linear(
     x: [..., K] fp64, fp32, fp16 or bf16; weight: [N, K] int8 or fp8 with scale [N] fp32, or [⌈N / 128⌉, ⌈K / 128⌉] fp32
     for blocks, or [N, K / 8] int32 with scale [N, K / group], see `four_bit.quantize_groups`; bias: [N] or None.
     shuffled: the weight is in the order of `eight_bit.shuffle_rows`. round_input: round the rows of x to the format of
-    W too; ignored unless W has one scale per row. norm, activation, residual: as in `fused_linear`. zeros, code,
+    W; ignored unless W has 8 bits and one scale per row. norm, activation, residual: as in `fused_linear`. zeros, code,
     nested: the zero points of the groups, the name of the 4-bit format, and how uint8 scales are decoded; see
     `four_bit.dequantize_groups`.
     Returns [..., N], or [..., N / 2] with an activation, in x's dtype.
-    Raises `OptionError` if gradients are enabled and x requires them, and for activations that `fused_linear` lacks.
+    Raises `OptionError` if gradients are enabled and x requires them, and for activations that `fused_linear` does
+    not support.
     """
     if torch.is_grad_enabled() and x.requires_grad:
         raise OptionError(
@@ -132,7 +133,7 @@ def quantized_linear(
 
 
 def keeps_input(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, shuffled: bool) -> bool:
-    """Return whether x should be used without rounding, because a Triton kernel reads the 8-bit weight as stored.
+    """Return whether x should be used without rounding, because a Triton kernel converts the 8-bit weight.
 
     False if x has no rows, or while torch.compile or torch.export traces.
     """
@@ -172,7 +173,7 @@ def _triton_refuses(spec: QuantizedSpec, device: Device) -> str | None:
 
 
 def _checked(name: str) -> probe.Probe:
-    """Return a probe that checks a small GEMM, with N and K that have the same remainders modulo 32.
+    """Return a probe that checks a small GEMM: its N and K have the same remainders modulo 32 as the call's.
 
     PyTorch's private GEMMs differ by device and release.
     """

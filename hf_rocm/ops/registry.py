@@ -31,8 +31,8 @@ class Implementation(Generic[SpecT]):
 
     refuses(spec, device): why it can't serve the call, in a sentence, or None; cheap, without side effects. call: takes
     the same arguments as the operation's other implementations. probe(spec, device): None if a small call of the same
-    kind returns the right result on this device, otherwise the problem, in a sentence. Most implementations
-    in PyTorch have no probe.
+    kind returns the right result on this device, otherwise the problem, in a sentence. Most implementations in PyTorch
+    have no probe.
     """
 
     tier: str
@@ -201,8 +201,8 @@ def kernel_serves(operation: Operation[Any], spec: tuple[Any, ...]) -> bool:
 def serving(operation: Operation[Any], spec: tuple[Any, ...], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """The function that serves a call, or `otherwise` if the user named or required a tier that can't serve it.
 
-    It is used for variants of another operation: the options of that operation apply to them, but the tier that the
-    user chose for it may have no implementation of the variant.
+    Used for variants of another operation: the options of that operation apply to a variant, but the tier that the user
+    chose for the operation may have no implementation of the variant.
     """
     try:
         return operation.calls[spec]
@@ -211,7 +211,7 @@ def serving(operation: Operation[Any], spec: tuple[Any, ...], otherwise: Callabl
 
 
 def chosen_elsewhere(names: Iterable[str]) -> str | None:
-    """Why a triton kernel must not replace these operations, or None. The user may have chosen their tier or kernel."""
+    """Why a Triton kernel must not replace these operations, or None. The user may have chosen their tier or kernel."""
     for name in names:
         named = options.current().tier(name)
         if named not in (None, "triton"):

@@ -135,9 +135,9 @@ def norms_of(norms: tuple[Norm, Norm] | None, *tensors: Tensor) -> tuple[torch.d
 def rotate_and_write(
     normalise: Callable[..., Tensor], rotate: Callable[..., tuple[Tensor, Tensor]]
 ) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """Return a function that applies this norm and rotation, then writes as transformers' static cache does.
+    """Return a function that applies this norm and rotation, then writes keys and values to the caches.
 
-    The function also returns the caches.
+    It writes as transformers' static cache does, and returns the rotated query and the caches.
     """
 
     def rope_into_cache(

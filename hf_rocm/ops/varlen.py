@@ -87,7 +87,7 @@ def varlen_attention(
     are those of `attention`.
 
     Returns [T_q, H, D_v]; with `lse` also the log-sum-exp of the softmax, [T_q, H] in fp32 (fp64 for fp64): the natural
-    logarithm of the sum of the exponentials of a query's scores and its sink, −inf for a query without either. It is
+    logarithm of the sum of the exponentials of a query's scores and its sink, −inf for a query that has neither. It is
     needed to combine the results of attention over different parts of the keys.
     """
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)

@@ -183,7 +183,7 @@ def newest_if_older(releases: Iterable[str], release: str) -> str | None:
 
 
 def release_span(releases: Iterable[str]) -> str:
-    """Format releases: `5.4.0–5.23.0`, or a single release."""
+    """Format releases: `5.4.0–5.23.0`, a single release, or `no release`."""
     ordered = sorted(releases, key=Version)
     if not ordered:
         return "no release"

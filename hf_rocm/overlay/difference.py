@@ -18,7 +18,7 @@ from hf_rocm.overlay.state import FileState, Installed, Match, render
 def explain_difference(state: FileState) -> str:
     """Return the block as a diff (installed or edited), and a description of every changed definition.
 
-    If there is neither, return the file's name and the detail of its state. hf-rocm does not contain transformers'
+    If there is neither, return the file's path and the detail of its state. hf-rocm does not contain transformers'
     sources, so a changed definition is described by its digest and the recorded digests.
     """
     parts = [part for part in (_block_diff(state), _definitions(state)) if part]

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypedDict
 import torch
 from torch import Tensor
 
-# The largest S_q of decoding kernels.
+# The largest S_q that decode kernels support.
 FEW_QUERIES = 16
 
 
@@ -144,7 +144,7 @@ class AttendIntoCacheSpec(NamedTuple):
     head_dim: int
     value_dim: int
     rotated: int
-    shared: bool  # one row of angles for the whole batch
+    shared: bool  # one table of angles for the whole batch
     once: bool  # cos and sin contain each angle once
     norm_dtype: torch.dtype | None  # the dtype of the norms' weights
     one_plus: bool

@@ -331,7 +331,7 @@ def _strides_of_mask(mask: Tensor, keys: int) -> tuple[int, ...]:
 
 
 def _form_of(strides: tuple[int, ...]) -> Any:
-    """The forms of the strides: True if all are multiples of 16 below 2³¹, as usual, else one form per stride."""
+    """The forms of the strides: True if all are multiples of 16 in [0, 2³¹), as usual, else one form per stride."""
     union = reduce(or_, strides)
     return (union % 16 == 0 and 0 <= union < 2**31) or tuple(map(form, strides))
 

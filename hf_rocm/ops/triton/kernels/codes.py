@@ -40,7 +40,7 @@ def coded(
     low_end,  # and of 8 … 15
     high,  # the second byte of the numbers of codes 0 … 7
     high_end,  # and of 8 … 15
-    SIGNED: tl.constexpr,  # codes 8 … 15 have the first bytes of 0 … 7, because they are their negatives
+    SIGNED: tl.constexpr,  # codes 8 … 15 share the first bytes of 0 … 7, because their numbers are the negatives
     SELECT: tl.constexpr,  # the instruction that selects bytes, or None: several portable instructions
 ):
     """Two bytes of the numbers of four runs, as int16: those with the indices `run_of(half, 0)` … `run_of(half, 3)`.

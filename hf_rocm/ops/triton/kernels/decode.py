@@ -71,7 +71,7 @@ def decode_kernel(
     new_value_b,
     new_value_h,
     new_value_s,
-    angle_b,  # 0: one row of angles for all
+    angle_b,  # 0: one table of angles for all
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
@@ -119,7 +119,7 @@ def decode_kernel(
     if not ALONE:
         idle = own >= cached
         if new_key is not None:
-            # The last split has the new keys.
+            # The last split processes the new keys.
             idle = idle & (split < splits - 1)
         if idle:
             tl.store(peaks + part, tl.full([ROWS], -float("inf"), tl.float32), mask=real)

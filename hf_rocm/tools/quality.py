@@ -17,7 +17,7 @@ from hf_rocm.arguments import require_module
 from hf_rocm.errors import LoadError, OptionError
 from hf_rocm.tools.bench import clock
 
-# Tokens per forward pass.
+# The maximum number of tokens per forward pass.
 LENGTH = 512
 # The number of tokens whose time is measured.
 _NEW = 16
@@ -30,7 +30,7 @@ class QuantizationLoss:
     tokens: the number of positions. largest, mean: the maximum and mean of the absolute differences. size: the standard
     deviation of the reference's logits. same_choice: the fraction of positions with the same most likely token.
     divergence: the mean Kullback-Leibler divergence D(reference ‖ model) of the probabilities, in nats.
-    perplexity: (model, reference), or None for models that don't predict the next token.
+    perplexity: (model, reference), or None if the model doesn't predict the next token or the text has only one token.
     """
 
     tokens: int

@@ -24,7 +24,7 @@ def rotated_dims(model: nn.Module) -> dict[str, set[int]]:
     tables = {path for path, module in model.named_modules() if isinstance(module, nn.ModuleDict)}
     for path, module in model.named_modules():
         parent = path.rpartition(".")[0]
-        # Such a table contains one rotary embedding per type of layer.
+        # Skip a ModuleDict of rotary embeddings, one per type of layer.
         while parent in tables:
             parent = parent.rpartition(".")[0]
         for name, buffer in module._buffers.items():

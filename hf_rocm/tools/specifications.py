@@ -87,7 +87,7 @@ def _norm_after_sum(module: nn.Module) -> nn.Module | None:
     if binding is None or not isinstance(layer, PreNormLayer):
         return None
     if "position_embeddings_global" in inspect.signature(binding.stock).parameters:
-        # Gemma3 in transformers 4 has two tables of angles, with which the stock forward runs.
+        # In transformers 4, the layers of Gemma3 take two tables of angles and run the stock forward.
         return None
     norm = module._modules[layer.norms[1]]
     served = norm is not None and bind.mode_of(norm) != bind.OFF
@@ -102,7 +102,7 @@ def _of_norm(norm: nn.Module, weight: Any) -> tuple[str, tuple[Any, ...]]:
 
 
 def device_of(module: nn.Module, parameter: nn.Parameter) -> torch.device:
-    """Return the device on which a parameter is used. accelerate's hook moves offloaded parameters to it."""
+    """Return the device on which a parameter is used: for an offloaded one, where accelerate's hook moves it."""
     device = getattr(module.__dict__.get("_hf_hook"), "execution_device", None)
     return torch.device(device) if parameter.is_meta and device is not None else parameter.device
 

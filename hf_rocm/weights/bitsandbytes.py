@@ -36,7 +36,7 @@ _SETTINGS = (
     "bnb_4bit_compute_dtype",
     "bnb_4bit_quant_type",
     "bnb_4bit_quant_storage",
-    # Ignored, because the tensors show it.
+    # Ignored, because the tensors show whether the scales are quantised.
     "bnb_4bit_use_double_quant",
     # Ignored: the tensors show which layers are quantised, and the rest affects only 8-bit weights or offloading.
     "llm_int8_threshold",

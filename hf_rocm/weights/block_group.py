@@ -148,7 +148,7 @@ class BlockGroup(WeightGroup):
 
     def forget(self, module: Module) -> WeightGroup | None:
         with lock:
-            # If this is another group, another thread was faster.
+            # If the slot contains another group, another thread was faster.
             if module.__dict__.get(SLOT) is self:
                 module.__dict__[SLOT] = idle(type(self), MOVED, self.names)
                 self.leave(module)

@@ -43,7 +43,7 @@ class EightBitWeight(QuantizedWeight):
         self._choose()
 
     def _choose(self) -> None:
-        """Set `rounds`: unless `weight_only`, x is also rounded for int8 and for the device's own fp8 format."""
+        """Set `rounds`, whether x is rounded: for int8 and the device's own fp8 format, unless `weight_only`."""
         format = self.data.dtype
         self.rounds = not self.weight_only and (format == INT8 or fp8_of(describe(self.data.device)) == format)
 

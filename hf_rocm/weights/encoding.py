@@ -102,7 +102,7 @@ class QuantizedWeight(nn.Module):
             data, scale = data[start:stop], scale[self.scales_of(start, stop)]
             zeros = None if zeros is None else zeros[start:stop]
             bias = None if bias is None else bias[start:stop]
-        # F.linear does the same.
+        # Under autocast, F.linear converts its inputs too.
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return ops.quantized_linear(

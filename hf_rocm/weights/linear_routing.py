@@ -114,8 +114,8 @@ def route_linear(
     layers inside their instances) or modules. force: as in `prepare`.
 
     Returns a `Routed`, whose `undo()` or `with` block reverts the routing, as `hf_rocm.restore` does. Raises
-    `OptionError` if an argument is invalid, and `OptionError` or `TierUnavailable` if the backend is not available. No
-    layer is changed then.
+    `OptionError` if an argument is invalid, and `OptionError` or `TierUnavailable` if the backend is not available. In
+    these cases, no layer is changed.
     """
     require_module(model, "route_linear")
     excluded = tuple(_checked(entry) for entry in exclude)

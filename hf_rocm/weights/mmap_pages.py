@@ -51,7 +51,7 @@ def release_pages(tensor: Tensor) -> None:
 def release_freed(nbytes: int) -> None:
     """Make the C library return freed memory to the system, after `nbytes` of weights were freed on the CPU.
 
-    Otherwise the library keeps freed blocks of up to 32 MB, which can add up to a second copy of the model. Does
+    Otherwise the library keeps freed blocks of up to 32 MiB, which can add up to a second copy of the model. Does
     nothing for less than 1 MiB, or if the C library is not glibc.
     """
     trim = _trim()

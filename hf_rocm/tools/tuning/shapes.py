@@ -99,7 +99,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def write(shapes: Iterable[Gemm], layout: Layout = LAYOUTS[-1]) -> str:
-    """Return the text of an untuned table in this layout, without shuffled weights if the layout lacks them."""
+    """Return the text of an untuned table in this layout, without shuffled GEMMs if it has no column for them."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(layout.untuned)

@@ -27,7 +27,8 @@ KEPT = 96
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call. ids: [B, S]. mask: [B, start + S] or None. positions: [B, S] or None. start: keys before the call."""
+    """One call. ids: [B, S]. mask: [B, start + S] or None. positions: [B, S] or None. start: the number of keys before
+    the call."""
 
     ids: Tensor
     mask: Tensor | None = None

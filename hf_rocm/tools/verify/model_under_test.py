@@ -70,7 +70,7 @@ class Subject:
         modes = {module: module.__dict__.get(bind.MODE) for module in self._bound()}
         for module in modes:
             bind.set_mode(module, bind.OFF)
-        # These include the attributes that generate reads, such as recorded steps.
+        # The attributes to remove include those that `generate` reads, such as recorded steps.
         own = self.generator.__dict__
         marks = {name: own.pop(name) for name in list(own) if name.startswith(_PREFIX) and name not in _KEPT}
         try:

@@ -17,7 +17,10 @@ NAME, TITLE = "padding", "rows of a padded batch compared with the same rows alo
 
 
 def padding_changes_nothing(subject: Subject, batch: Examined | None) -> Check:
-    """Compare hf_rocm on a batch with the reference on every row alone. Stock's error on the batch gives the bound."""
+    """Compare hf_rocm on a batch with the reference on every row alone.
+
+    The bound is derived from stock's error on the batch.
+    """
     if batch is None or subject.kind == PAIR:
         return Check(NAME, TITLE, NOT_RUN, note="no padded batch was run, or the model is an encoder-decoder model")
     step, reference, free = batch.case.steps[0], batch.reference, batch.free

@@ -68,7 +68,7 @@ def verify(
     ids = _tokens(subject, ids)
     if save_golden is not None:
         gold.check(Path(save_golden))
-    # Errors are raised before any check runs.
+    # Read the file now, so that its errors are raised before any check runs.
     recorded = None if golden is None else gold.load(Path(golden), subject)
     with _restoring(model, earlier_report):
         before = fingerprint(model)

@@ -155,7 +155,7 @@ def of_cmake(text: str) -> Iterator[Place]:
             guards.pop()
         elif not guards[-1]:
             for place in _of_cmake_command(name, arguments, line):
-                # Report only the first command that changes the list.
+                # Report only the first command that sets an architecture list.
                 if place.rule is not ARCHITECTURES or not listed:
                     yield place
                 listed = listed or place.rule is ARCHITECTURES

@@ -63,7 +63,7 @@ def versions(module: Module) -> Iterator[Place]:
 
 
 def nvml(module: Module) -> Iterator[Place]:
-    """Find, in every function and at module level, the first NVML call that is not guarded and not in a `try`."""
+    """Find, in every function and at module level, the first NVML call without a guard and outside `try … except`."""
     seen: set[ast.AST | None] = set()
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)

@@ -59,7 +59,7 @@ SUFFIXES = (".c", ".cc", ".cpp", ".cxx", ".cu", ".cuh", ".h", ".hh", ".hpp", ".i
 _INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]')
 _CONDITION = re.compile(r"^\s*#\s*(if|ifdef|ifndef|elif|else|endif)\b(.*)")
 _PLATFORM = re.compile(r"HIP|ROCM|AMD|__gfx")
-# `asm`, and a string that begins with a PTX mnemonic: lower-case words with dots, which GCN mnemonics do not contain.
+# `asm`, and a string that begins with a PTX mnemonic: lower-case words joined by dots. GCN mnemonics contain no dots.
 _ASM = re.compile(r"\basm\s*(?:(?:volatile|__volatile__)\s*)?\(")
 _MNEMONIC = re.compile(r'"(?:\{|\\n|\\t|\s)*(?:@!?%?p\s+)?\.?[a-z][a-z0-9]*(?:\.[a-z0-9:]+)+[\s\\%"]')
 # Words that occur only in CUDA and HIP code. Without them, 32 lanes may be correct, as in SYCL, Metal or CPU code.

@@ -21,7 +21,7 @@ _FLAGS = {"tensorrt": ("trt",), "torch_tensorrt": ("trt",), "pynvml": ("nvml",),
 
 
 def imports(module: Module) -> Iterator[Place]:
-    """Find `import pynvml` and similar at module level, unless a condition guards it or its failure is handled."""
+    """Find module-level imports such as `import pynvml`, unless a condition guards them or their failure is handled."""
     for node, context in module.nodes(ast.Import, ast.ImportFrom):
         assert isinstance(node, ast.Import | ast.ImportFrom)
         if context.function is not None or context.absence or "checking" in context.words:

@@ -106,7 +106,10 @@ def _converted(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
     """Floating-point tensors are converted and detached, other tensors copied, and other values returned unchanged."""
     if not isinstance(value, Tensor):
         return value
-    return convert(value.detach()) if value.is_floating_point() else value.clone()
+    detached = value.detach()
+    converted = convert(detached) if value.is_floating_point() else detached
+    # `double` returns an fp64 tensor itself.
+    return converted.clone() if converted is detached else converted
 
 
 class Draw:

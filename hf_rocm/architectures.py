@@ -17,8 +17,8 @@ NEWEST_AITER = "0.1.21.dev46"
 KFD_NODES = "/sys/class/kfd/kfd/topology/nodes"
 # the version of the driver from AMD's packages; the driver that is part of Linux has no separate version
 DRIVER = "/sys/module/amdgpu/version"
-# the files, relative to /, with the memory of a graphics card in bytes; for a GPU that shares the host's memory, these
-# contain the size of the part that the firmware reserved
+# the files, relative to /, that contain the size of a graphics card's memory in bytes; for a GPU that shares the host's
+# memory, this is the size of the part that the firmware reserved
 CARVED_OUT = "sys/class/drm/card*/device/mem_info_vram_total"
 # the tests compile hf_rocm's Triton kernels for these architectures without a GPU
 BUILT_AHEAD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1150", "gfx1151", "gfx1200", "gfx1201")
@@ -78,7 +78,7 @@ def system_file(path: str) -> str | None:
 
 
 def driver_version(read: Callable[[str], str | None] = system_file) -> str | None:
-    """Return the version of the amdgpu driver from AMD's packages, or None without it, also for the driver in Linux.
+    """Return the version of AMD's packaged amdgpu driver; None without a driver, or with the one that is part of Linux.
 
     read: a function that returns the text of a file, or None.
     """

@@ -285,7 +285,7 @@ def _manifest() -> Manifest:
 
 
 def _file(module: str) -> bytes:
-    """Return a module's source file; empty if this release has no such module."""
+    """Return the content of a module's source file; empty if this release has no such module."""
     import transformers
 
     stem = Path(transformers.__file__).parent.joinpath(*module.split(".")[1:])

@@ -53,7 +53,7 @@ def check_files(save: Path | None, chart: Path | None = None, profile: Path | No
 
 
 def draw(segment: Segment, file: Path) -> None:
-    """Write the chart of a segment, and print the path of every file, or why the PNG can't be written."""
+    """Write the chart of a segment, and print the path of every written file, and why a PNG was not written."""
     from hf_rocm.tools import drawing
     from hf_rocm.tools.bench import chart as charts
 

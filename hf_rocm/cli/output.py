@@ -129,7 +129,7 @@ def print_states(
 
 
 def print_left_out(left_out: LeftOut | None, release: str) -> None:
-    """Print how many models with an overlay this transformers lacks, and which models stay stock, if there are any."""
+    """Print how many models with an overlay are not in this transformers, and which models stay stock, if any."""
     for sentence in left_out.sentences(release) if left_out else []:
         print_wrapped(sentence)
 

@@ -56,7 +56,7 @@ def process_group() -> Any | None:
 def partners(here: Place, arguments: Mapping[str, Any]) -> list[int]:
     """Return the ranks, including this one, that load one model together in `from_pretrained` with these arguments.
 
-    Returns an empty list if this rank loads a model alone. It must then not wait for other ranks.
+    Returns an empty list if this rank loads a model alone; it must not wait for other ranks in that case.
     """
     mesh = arguments.get("device_mesh")
     if mesh is not None:

@@ -1,8 +1,8 @@
 """Check that tensor parallelism can divide the attention heads.
 
-transformers splits the rows of q, k and v among the ranks, even in the middle of a head; the first forward then fails
-on every rank with a shape error. This check raises before any weight is loaded. Where a plan gathers the outputs
-(`colwise_rep`, `colwise_gather_output`), every rank has all heads and any number is valid.
+transformers splits the rows of the weights of q, k and v among the ranks, even in the middle of a head; the first
+forward then fails on every rank with a shape error. This check raises before any weight is loaded. Where a plan gathers
+the outputs (`colwise_rep`, `colwise_gather_output`), every rank has all heads and any number is valid.
 """
 
 from __future__ import annotations

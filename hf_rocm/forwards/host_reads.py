@@ -151,7 +151,7 @@ class Reads(_BasicOperators):
             self._log.append((operator, args, kwargs, results))
 
     def finish(self) -> None:
-        """Release the stored results of the forward after it has ended.
+        """After the forward has ended, release its stored results, and check for tensors created from host values.
 
         A small tensor on the device that no operator returned, and that no longer exists, was created from host values,
         for example by `torch.tensor(0.0, device="cuda")`. PyTorch's copy of such values can't be observed or recorded.

@@ -179,7 +179,7 @@ class DecodeCache(Cache):
         ]
 
     def extents(self) -> tuple[int, ...]:
-        """The number of written rows for each window, rounded up to at most the capacity."""
+        """The number of written rows for each window, rounded up, but at most the capacity."""
         return tuple(min(bucket(layer.rows), layer.capacity) for _, layer in self._places.values())
 
     def step_arguments(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -335,7 +335,7 @@ class DecodeCache(Cache):
     def crop(self, tokens: int) -> None:
         """Forget the last `-tokens` tokens: the step that ran before the late stop check, or drafts that were rejected.
 
-        In a call that verifies drafts, a number > 0 (or 0 if `_CROPS_TO_A_LENGTH`), maybe a tensor, is the new length.
+        In a call that verifies drafts, tokens > 0 (or 0 if `_CROPS_TO_A_LENGTH`) is the new length; it may be a tensor.
         """
         if self.recording or (tokens > 0 and self.drafts is None):
             raise NotImplementedError("a cache of recorded steps can't be cropped to a length; pass a DynamicCache")

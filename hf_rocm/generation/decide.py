@@ -24,7 +24,7 @@ METHODS = ("_prepare_cache_for_generation", "_valid_auto_compile_criteria", "get
 
 
 def generator_of(model: Any) -> Any:
-    """The transformers model whose `generate` runs when this model generates: the model itself, or the one it wraps.
+    """The transformers model whose `generate` runs when this model generates: this model, or the one inside it.
 
     PEFT's models do not inherit `GenerationMixin`: their `generate` is the base model's method or calls it.
     """

@@ -27,7 +27,7 @@ from hf_rocm.generation.random_state import default_generator
 from hf_rocm.generation.streams import HostCopy
 from hf_rocm.patches import Change
 
-# Devices that run steps asynchronously.
+# The types of devices that run steps asynchronously.
 devices = {"cuda"}
 
 _thread = threading.local()

@@ -1,4 +1,4 @@
-"""The search of greedy prompt lookup for drafts, which returns none while drafts are rejected.
+"""The search for drafts in prompt lookup; in greedy decoding, it returns none while drafts are rejected.
 
 A step that verifies drafts takes longer than a step without drafts: up to 1.3 times as long with five drafts. In text
 that does not repeat its prompt, greedy decoding would be faster. Whether a draft is accepted can be determined without
@@ -45,7 +45,7 @@ class DraftSearch:
 class Search(NamedTuple):
     """A search for the tokens that follow the first earlier occurrence of the last n-gram: the drafts of prompt lookup.
 
-    most: the largest number of drafts. ngram: the length of the longest n-gram, which is searched first. limit: the
+    most: the largest number of drafts. ngram: the length of the longest n-gram, which is tried first. limit: the
     maximum length of the sequence. ends: EOS tokens; drafts stop before them.
     """
 

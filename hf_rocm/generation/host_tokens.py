@@ -106,7 +106,7 @@ class HostTokens:
         return torch.tensor([drafts])
 
     def _last(self) -> list[int]:
-        """A list of the last token, empty if there are no tokens."""
+        """A list that contains the last token; empty if there are no tokens."""
         last: list[int] = self._buffer[max(self._length - 1, 0) : self._length].tolist()
         return last
 

@@ -25,8 +25,9 @@ def searching_on_the_host(lookahead: Lookahead | None = None) -> Iterator[None]:
     """Within the block, prompt lookup of this thread searches on the host.
 
     Generators with logits processors, subclasses of the generator and batches of several rows use the stock search, as
-    do generators whose code is not known or was replaced. A processor may have tensors on the device, and transformers
-    calls it for every drafted token. lookahead: that of the call; None: the tokens are copied for every search.
+    do all generators if their code is not supported or was replaced. A processor may have tensors on the device, and
+    transformers calls it for every drafted token. lookahead: that of the call; None: the tokens are copied for every
+    search.
     """
     if features.refuses("prompt_lookup") is not None:
         yield

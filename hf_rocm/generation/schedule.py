@@ -13,7 +13,7 @@ one replay for at least `BETWEEN_CALLS` replays, again 0.9 %.
 
 from __future__ import annotations
 
-# The largest number of replays between two comparisons.
+# The largest interval between two comparisons, in replays.
 LONGEST = 2048
 # The largest number of earlier steps that a comparison recomputes.
 BACK = 4

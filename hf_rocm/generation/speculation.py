@@ -42,7 +42,7 @@ _READS_OUTPUTS = ("Gemma4Assistant", "Gemma4UnifiedAssistant")
 
 
 def refuses_windows(generation_config: Any, windows: Sequence[int | None], *, returned: bool = False) -> str | None:
-    """Return why drafts are not verified over a cache with these windows, or None.
+    """Return why drafts are not verified with recorded steps over a cache with these windows, or None.
 
     returned: whether the call returns the cache.
     """

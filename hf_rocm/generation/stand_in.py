@@ -17,7 +17,7 @@ def _computed(name: str) -> Callable[..., Any]:
     return operator
 
 
-# Python looks these methods up on the class, where `__getattr__` is not called.
+# Python looks these methods up on the class, without calling `__getattr__`.
 _OPERATORS = (
     *("add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod"),
     *("pow", "rpow", "neg", "pos", "abs", "matmul", "rmatmul", "eq", "ne", "lt", "le", "gt", "ge", "and", "or", "xor"),
@@ -38,7 +38,7 @@ class StandIn(_Operators):
     def __getitem__(self, index: Any) -> Any:
         return self.tensor()[index]
 
-    # Python sets it to None in a class that defines __eq__, such as _Operators.
+    # Python sets `__hash__` to None in a class that defines `__eq__`, such as `_Operators`.
     __hash__ = object.__hash__
 
     @classmethod

@@ -36,6 +36,6 @@ def resident(tensor: Tensor) -> Hashable | None:
 def written(tensor: Tensor | None) -> bool:
     """Return whether a tensor was written in place since it was created.
 
-    Always False for inference tensors, which have no version counter.
+    Always False for None, and for inference tensors, which have no version counter.
     """
     return tensor is not None and not tensor.is_inference() and tensor._version != 0

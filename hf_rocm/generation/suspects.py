@@ -18,7 +18,7 @@ _log = logging.getLogger("hf_rocm")
 def refuses(device: Any, *, required: bool) -> str | None:
     """Return why no step is recorded on this torch device by default, or None.
 
-    If recording is required, returns None, and logs one warning for each fault.
+    If recording is required, returns None, and logs a warning the first time that a fault is found.
     """
     fault = fault_of(device)
     if fault is None:

@@ -1,6 +1,6 @@
 """Choose the next token in transformers' sampling loop with recorded work.
 
-The loop to_fp32 a step's logits to fp32, calls the logits processors, and takes the largest score or draws from the
+The loop converts a step's logits to fp32, calls the logits processors, and takes the largest score or draws from the
 softmax. For a replayed step this work is recorded: finding the largest logits is a part of the recorded step, and a
 draw has its own recording (`recorded_draw`). The loop then handles stand-ins for the logits, the scores and the
 probabilities, and receives the tokens where it takes the largest score or draws. Any other use of a stand-in computes
@@ -122,7 +122,8 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Choice | None:
 
 
 def may_stand_in(model: Any, arguments: Mapping[str, Any], *, feature: str, methods: Sequence[str] = (UPDATE,)) -> bool:
-    """Return whether a loop of `generate` may handle stand-ins: it is unchanged, and only it reads scores and logits.
+    """Return whether a loop of `generate` may handle stand-ins: no method that receives one is overridden, and only the
+    loop reads scores and logits.
 
     arguments: the keyword arguments of the loop. methods: the methods of the model that receive a stand-in.
     """

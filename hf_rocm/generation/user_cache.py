@@ -23,7 +23,7 @@ _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSl
 
 
 class UserCache:
-    """A transformers cache. passed: whether the call passed it; otherwise transformers created it for the result."""
+    """A transformers cache. passed: whether the call passed it; otherwise it was created for the result."""
 
     def __init__(self, cache: Any, *, passed: bool) -> None:
         self.cache = cache

@@ -1,7 +1,7 @@
 """The functions that the classes of a model call: forwards, functions, methods and registry entries.
 
-A replay runs none of them. So a recorded step is valid only as long as all of them are the same objects as at the start
-of the call of `generate`, and steps are not recorded for a model that calls code of unknown packages.
+A replay runs none of them. So a recorded step is valid only as long as all of them are the same objects as when it was
+recorded, and steps are not recorded for a model that calls code of unknown packages.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hf_rocm.overlay.replacements import Watch, replacement_among
 
 _MASKS = "ALL_MASK_ATTENTION_FUNCTIONS"
 
-# Modules whose functions are compared before each step.
+# Prefixes of the modules whose functions are compared before each step.
 _PER_STEP = ("transformers.models.", "torch.nn.functional")
 
 
-# Packages whose modules compute the same result in every step, and whose hooks only manage memory or collect outputs.
+# Packages whose modules run the same operations in every step, and whose hooks only manage memory or collect outputs.
 KNOWN = frozenset(
     (
         "torch",
@@ -64,7 +64,7 @@ def watches_of(model: nn.Module) -> Watches:
 
 
 def last_watches_of(model: nn.Module) -> Watches:
-    """The last result of `watches_of`. Within a call of `generate`, this is the scan at the beginning of the call."""
+    """The last result of `watches_of`: within a call of `generate`, that from the beginning of the call."""
     last = _last.get(model)
     return watches_of(model) if last is None else last[1]
 
@@ -139,7 +139,7 @@ def mask_registry() -> Registry:
 def masks_replaced(model: Any) -> str | None:
     """Return a sentence if a function that creates this model's masks was replaced, else None."""
     try:
-        # This is 3 µs faster than the property behind the config's `__getattribute__`.
+        # This is 3 µs faster than the property, which is read through the config's own `__getattribute__`.
         implementation = object.__getattribute__(model.config, "_attn_implementation_internal")
     except AttributeError:
         implementation = None

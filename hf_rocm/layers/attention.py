@@ -1,4 +1,4 @@
-"""Building blocks of attention forwards: projections, heads, rotary positions, the cache, and the translation of
+"""Building blocks of attention forwards: the decision to serve a call, projections, heads, and the translation of
 transformers' attention arguments to those of `ops.attention`.
 
 `sdpa`, the default of transformers, and paged flash attention (see `pages`) are served. Any other implementation

@@ -52,7 +52,7 @@ def attend(
     sinks: see `ops.attention`. norms: the children that normalise queries and keys over the head dim; children that the
     module lacks are skipped. once: cos and sin contain each angle once, [B | 1, S, R / 2], as the model's function
     takes them. partial: see `rotate`. window: the layer's sliding window. Returns (output [B, S, H · D_v], weights);
-    weights is None, as from SDPA.
+    weights is None, as from SDPA, unless the eager tier computes attention.
     """
     query, key, value = heads
     few = query.shape[2] <= FEW_QUERIES
@@ -226,7 +226,7 @@ def update_cache(
 
 
 class Slot(NamedTuple):
-    """Rows of a cache.
+    """The tensors of a cache layer, and the rows to which a call writes.
 
     keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]. position: the rows [S], or a scalar with the first row, which
     `ops.rope_into_cache` advances. written: a function to call after the write, or None.

@@ -47,7 +47,7 @@ class PostNormOutput:
 class PreNormEncoderLayer:
     """A layer of SigLIP or CLIP: x + attention(norm(x)), then the same with an MLP.
 
-    norms: the norms before attention and MLP.
+    norms: the names of the norms before attention and the MLP.
     """
 
     norms: tuple[str, str] = ("layer_norm1", "layer_norm2")
@@ -71,7 +71,7 @@ class PreNormEncoderLayer:
 
 
 def norm_of_sum(norm: Any, output: Tensor, residual: Tensor, dropout: Any = None) -> Tensor:
-    """Compute norm(dropout(output) + residual), as one operation if the modules are PyTorch's own."""
+    """Compute norm(dropout(output) + residual), as one operation unless a module must be called."""
     terms = _terms(norm, output, residual, dropout)
     if terms is None:
         return norm(_sum(output, residual, dropout))

@@ -39,7 +39,7 @@ _GELU = torch._C._nn.gelu
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """A gate and an up projection, which the loader fuses in this order, and a down projection.
+    """A gate and an up projection, which `prepare` fuses in this order, and a down projection.
 
     fuses: the names of gate and up. activation: the name of the activation's child module or attribute, or, if the
     model calls a function directly, its name in `ops.act_and_mul`. down: the name of the down projection.

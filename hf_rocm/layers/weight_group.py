@@ -39,7 +39,7 @@ _KINDS_IN = "hf_rocm.weights."
 class Part(NamedTuple):
     """The state of a linear layer that must not change while the group replaces it."""
 
-    owner: dict[str, Module | None] | None  # the dict of children that contains it; None: that of the group's module
+    owner: dict[str, Module | None] | None  # the dict of children with this layer; None: that of the group's module
     name: str
     forward: object  # an instance forward that changes nothing, or None
     hooks: tuple[object, ...]

@@ -74,9 +74,9 @@ def auto_prepare(enabled: bool = True, *, also: Iterable[str] = (), force: bool 
     enabled: False restores transformers' own method; models that were prepared stay prepared (see `hf_rocm.restore`).
     also: packages of `LEFT_STOCK`, such as `diffusers`, whose models are prepared too. force: as in `prepare`.
 
-    Returns True if this call switches it on or sets its settings, even to the same values; else False. Without ROCm, it
-    does nothing unless forced, and the `hf_rocm` logger warns once. `HF_ROCM_AUTO=1` does the same from an installed
-    overlay, as soon as the overlay's model file is imported.
+    Returns True if this call switches it on or sets its settings, even to the same values; else False. Without ROCm, a
+    call switches nothing on unless forced, and the `hf_rocm` logger warns once. `HF_ROCM_AUTO=1` does the same from an
+    installed overlay, as soon as the overlay's model file is imported.
     """
     require_bool(enabled, "auto_prepare")
     require_switches(force=force)

@@ -1,8 +1,8 @@
 """from_pretrained: transformers loads the model, then hf_rocm prepares it for ROCm.
 
 The result is the ordinary `PreTrainedModel` that transformers created. All arguments except hf_rocm's own are passed to
-transformers. `dtype` defaults to the checkpoint's own dtype. If hf_rocm serves a requested
-`flash_attention_2`, the request is not passed to transformers, and the implementation is set after `prepare`.
+transformers. `dtype` defaults to the checkpoint's own dtype. If hf_rocm serves a requested `flash_attention_2`, the
+request is not passed to transformers, and the implementation is set after `prepare`.
 """
 
 from __future__ import annotations

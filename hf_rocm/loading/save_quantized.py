@@ -28,11 +28,11 @@ from hf_rocm.weights.stored_linear import EncodedLinear, StoredLinear
 def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: Any) -> None:
     """Write a model that `hf_rocm.quantize` quantised, in the compressed-tensors format, with `save_pretrained`.
 
-    The checkpoint contains the packed weights and their scales, so it is as small as the model. Stock transformers
-    (with the `compressed-tensors` package) and `hf_rocm.from_pretrained` can load it. arguments: those of
+    The checkpoint contains the packed weights and their scales, so it is as small as the quantised model. Stock
+    transformers (with the `compressed-tensors` package) and `hf_rocm.from_pretrained` can load it. arguments: those of
     `save_pretrained`.
-    Weights in e4m3fnuz (gfx942) are stored in e4m3fn, and those below 2⁻⁶ are rounded to multiples of 2⁻⁹. The model is
-    unchanged afterwards; other threads must not use it while it is saved.
+    Weights in e4m3fnuz (gfx942) are stored in e4m3fn, and those with magnitudes below 2⁻⁶ are rounded to multiples
+    of 2⁻⁹. The model is unchanged afterwards; other threads must not use it while it is saved.
     Raises `OptionError` if model is not a `torch.nn.Module`, is not quantised, has quantised experts or has no
     `save_pretrained`, if folder is not a path, or if the model was loaded from a quantised checkpoint, which
     `save_pretrained` writes in the checkpoint's own format.

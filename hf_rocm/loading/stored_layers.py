@@ -37,7 +37,7 @@ class Later(NamedTuple):
 
 
 def replace_layers(model: nn.Module, format: StoredFormat, entries: Mapping[str, Entry]) -> list[Later]:
-    """Replace the layers of a model on the meta device that the checkpoint stores in quantised form.
+    """In a model on the meta device, replace the layers that the checkpoint stores in quantised form.
 
     Returns the tensors that transformers does not load. Raises `Unsupported` if the checkpoint can't be loaded this
     way, and `LoadError` if tensors are missing or have shapes, dtypes or values that the format and the model do not

@@ -127,7 +127,7 @@ def _bytes(code: str, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def run_length(k: int, group: int) -> int:
-    """The length of the runs in a row of K numbers: a power of two if the size of the groups is one.
+    """The length of the runs in a row of K numbers: a power of two if the size of the groups is a power of two.
 
     A row consists of whole blocks, and a group of whole runs. A group has at least two runs if these are then at least
     32 long, so that several products are added up before they are multiplied by the scale. K must be a multiple of 8.

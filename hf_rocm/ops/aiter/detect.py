@@ -132,7 +132,7 @@ def load() -> Release | str:
         package = importlib.import_module("aiter")
         # This import registers gemm_a16w16.
         importlib.import_module("aiter.tuned_gemm")
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - its modules raise anything, and a failed build exits
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - modules raise any error, and a failed build exits
         options.use_tuned_table(None)
         return f"{name} can't be imported here: {type(error).__name__}: {_first_line(error)}"
     finally:

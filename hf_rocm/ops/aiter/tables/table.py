@@ -1,4 +1,4 @@
-"""Read a table of tuned GEMMs, and report every problem with its line.
+"""Read a table of tuned GEMMs, and report its problems with their lines.
 
 The file may come from a user or another machine, and it may be damaged. So the numbers of bytes, rows and columns,
 and of reported problems, are limited.

@@ -89,7 +89,7 @@ class HybridDecodeCache(DecodeCache):
         return result
 
     def _allocate(self, index: int, name: str, like: Tensor, **terms: Any) -> None:
-        """Allocate a state with the shape, dtype and device of this tensor, unless the layer already has such a state."""
+        """Allocate a state with the shape, dtype and device of this tensor, unless the layer already has one."""
         state = self._states.get((index, name))
         if state is None or (state.shape, state.dtype, state.device) != (like.shape, like.dtype, like.device):
             self.recordings.clear()

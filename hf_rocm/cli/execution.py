@@ -63,7 +63,7 @@ def _print_actions(plan: Plan, *, dry_run: bool, everything: bool) -> None:
         print()
     print_left_out(plan.left_out, plan.installation.version)
     models = {verb: [action.model for action in plan.actions if action.verb is verb] for verb in Verb}
-    done = [f"{word} {_counted(models[verb])}" for verb, word in words.items() if models[verb]]
+    done = [f"{word} {_counted(models[verb], everything)}" for verb, word in words.items() if models[verb]]
     done = done or ["nothing to do"]
     if models[Verb.KEEP] and not everything and (installing or plan.writes):
         count = len(models[Verb.KEEP])
@@ -84,6 +84,8 @@ def _forced() -> bool:
         return False
 
 
-def _counted(models: list[str]) -> str:
+def _counted(models: list[str], everything: bool) -> str:
     count = f"{len(models)} overlay{'s' * (len(models) != 1)}"
-    return f"{count}: {', '.join(models)}" if len(models) <= _NAMED else f"{count} (--all lists them)"
+    if len(models) <= _NAMED:
+        return f"{count}: {', '.join(models)}"
+    return count if everything else f"{count} (--all lists them)"

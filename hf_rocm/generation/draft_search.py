@@ -1,4 +1,4 @@
-"""The search for drafts in prompt lookup; in greedy decoding, it returns none while drafts are rejected.
+"""The search for drafts in prompt lookup. In greedy decoding, it can return none while drafts are rejected.
 
 A step that verifies drafts takes longer than a step without drafts: up to 1.3 times as long with five drafts. In text
 that does not repeat its prompt, greedy decoding would be faster. Whether a draft is accepted can be determined without

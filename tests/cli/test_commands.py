@@ -38,6 +38,7 @@ def test_installing_and_uninstalling_show_every_model_and_repeating_does_nothing
     assert (installed.code, installed.err) == (0, "")
     assert str(site.root) in installed.out, "the path is not shown"
     assert grouped(installed.out) == {model: ["installed"] for model in MODELS}
+    assert f"{len(MODELS)} overlays" in installed.out and "lists them" not in installed.out
     assert command("status").code == 0
     again = command("install-overlays")
     assert again.code == 0 and "nothing to do" in again.out

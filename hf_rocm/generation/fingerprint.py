@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +83,7 @@ def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]
         if hooks:
             facts += [_fact(hook, kept) for hook in hooks.values()]
     # Reading a weight may detach its group, which is one of these attributes.
-    names = _compared(attributes_of(module))
+    names = attributes_of(module, without=_IGNORED)
     facts.append(names)
     for name in names:
         value = own[name]
@@ -96,11 +95,6 @@ def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]
             facts += [_fact(item, kept) for item in value]
         else:
             facts.append(_fact(value, kept))
-
-
-@lru_cache(maxsize=256)
-def _compared(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(name for name in names if name not in _IGNORED)
 
 
 def _shuffled(module: nn.Module, kept: list[object]) -> list[Hashable]:

@@ -83,14 +83,14 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return modules
 
 
-def attributes_of(module: nn.Module) -> tuple[str, ...]:
-    """The names in a module's `__dict__`, sorted, without those that every `nn.Module` has."""
-    return _further(tuple(module.__dict__))
+def attributes_of(module: nn.Module, *, without: frozenset[str] = frozenset()) -> tuple[str, ...]:
+    """The names in a module's `__dict__`, sorted, without these and those that every `nn.Module` has."""
+    return _further(tuple(module.__dict__), without)
 
 
 @lru_cache(maxsize=256)
-def _further(names: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(sorted({*names} - _OF_EVERY_MODULE))
+def _further(names: tuple[str, ...], without: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted({*names} - _OF_EVERY_MODULE - without))
 
 
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)

@@ -38,7 +38,6 @@ def test_installing_and_uninstalling_show_every_model_and_repeating_does_nothing
     assert (installed.code, installed.err) == (0, "")
     assert str(site.root) in installed.out, "the path is not shown"
     assert grouped(installed.out) == {model: ["installed"] for model in MODELS}
-    assert f"{len(MODELS)} overlays" in installed.out and "lists them" not in installed.out
     assert command("status").code == 0
     again = command("install-overlays")
     assert again.code == 0 and "nothing to do" in again.out
@@ -47,6 +46,16 @@ def test_installing_and_uninstalling_show_every_model_and_repeating_does_nothing
     assert hashes(site.path) == before
     again = command("uninstall-overlays").out.splitlines()
     assert again[0].startswith("transformers ") and again[-1] == "nothing to do"
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_many_overlays_are_counted_and_the_option_that_lists_them_is_named_without_it(
+    everything: bool, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "_NAMED", len(MODELS) - 1)
+    shown = command("install-overlays", *(["--all"] if everything else []))
+    assert f"installed {len(MODELS)} overlays" in shown.out
+    assert ("(--all lists them)" in shown.out) is not everything
 
 
 def test_written_files_are_named_and_the_rest_is_one_line(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:

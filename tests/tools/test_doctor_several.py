@@ -149,8 +149,10 @@ def test_facts_of_the_host_are_read_from_files() -> None:
     assert ThisMachine().resolves() in (True, False)
 
 
-def test_gpus_without_peer_access_are_a_warning(good: Facts) -> None:
-    facts = {**good.torch_result.facts, "peers": [[True, False], [False, True]], "collectives": None}
+@pytest.mark.parametrize("reads", [(False, False), (True, False), (False, True)])
+def test_gpus_without_peer_access_are_a_warning(good: Facts, reads: tuple[bool, bool]) -> None:
+    """reads: whether GPU 0 can read the memory of GPU 1, and the other way round."""
+    facts = {**good.torch_result.facts, "peers": [[True, reads[0]], [reads[1], True]], "collectives": None}
     without_peers = replace(
         good, torch_result=replace(good.torch_result, facts=facts), container="docker", shared_memory=64 * 2**20
     )

@@ -7,7 +7,7 @@ detailed level, and on the recommendations for the variables in RCCL's and NCCL'
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, permutations
+from itertools import combinations
 
 from hf_rocm.tools.doctor.checks.ranks import ranks
 from hf_rocm.tools.doctor.facts import Facts, version
@@ -47,9 +47,7 @@ def several(facts: Facts) -> Iterator[Finding]:
 
 def _reach(facts: Facts, peers: list[list[bool]]) -> Iterator[Finding]:
     count = len(peers)
-    unreachable = [
-        pair for pair in combinations(range(count), 2) if not all(peers[i][j] for i, j in permutations(pair))
-    ]
+    unreachable = [(i, j) for i, j in combinations(range(count), 2) if not (peers[i][j] and peers[j][i])]
     collectives = facts.torch_result.facts.get("collectives")
     switches = [f"{name}={facts.set(name)}" for name in SWITCHES if facts.set(name)]
     if not collectives:

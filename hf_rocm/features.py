@@ -129,6 +129,12 @@ FEATURES: dict[str, tuple[str, ...]] = {
         f"{_CACHES}Cache.crop",
         f"{_CACHES}DynamicCache.crop",
     ),
+    # rounds of an assistant without a call of its `generate`; requires assistants
+    "drafting": (
+        *(f"{_GENERATION}{name}" for name in ("generate", "_get_logits_processor", "_get_stopping_criteria")),
+        *(f"{_CRITERIA}{name}" for name in ("ConfidenceCriteria", "EosTokenCriteria", "MaxLengthCriteria")),
+        *(f"{_PROCESSORS}{name}LogitsProcessor" for name in ("MinLength", "MinNewTokensLength")),
+    ),
     "prompt_lookup": ("transformers.generation.candidate_generator:PromptLookupCandidateGenerator",),
     "token_choice": (
         *(f"{_PROCESSORS}{name}" for name in ("LogitsProcessorList", "EpsilonLogitsWarper", "LogitNormalization")),

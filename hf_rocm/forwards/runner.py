@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_rocm.errors import first_line
 from hf_rocm.forwards import decide, padding
 from hf_rocm.forwards.ahead import NOTHING_LATER, before_replay
 from hf_rocm.forwards.outputs import Outputs
@@ -235,8 +236,7 @@ def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: P
         except Unrecordable as error:
             reason = str(error)
         except Exception as error:  # noqa: BLE001  the forward itself has just run, so its recording failed
-            text = str(error).strip() or type(error).__name__
-            reason = f"the forward can't be recorded: {text.splitlines()[0]}"
+            reason = f"the forward can't be recorded: {first_line(error)}"
             _log.warning("%s: %s", state.name, reason)
         else:
             recording.cuts = cuts

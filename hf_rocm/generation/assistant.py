@@ -2,7 +2,8 @@
 
 transformers calls the assistant's `generate` for every draft, with the cache that the previous call returned, and
 removes rejected tokens from it in between. All of these calls (rounds) use one `DecodeCache`, which drops tokens by
-reducing its length. So nothing is copied between rounds, and the same recordings serve all of them.
+reducing its length. So nothing is copied between rounds, and the same recordings serve all of them. Where `drafting`
+can draft the tokens of a round, its call of `generate` is skipped.
 """
 
 from __future__ import annotations
@@ -10,32 +11,45 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
-from hf_rocm import features
+import torch
+from torch import Tensor
+
+from hf_rocm import features, patches
 from hf_rocm.generation import deferred_stop, loops
 from hf_rocm.generation.cache import DecodeCache
+from hf_rocm.generation.drafting import Drafts, RoundSettings, may_skip, settings_of
+from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.hybrid import RECURRENT
 from hf_rocm.generation.rank_consensus import Agreement
 from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.state import SETTINGS, state_of
+from hf_rocm.patches import Change
 
 
 class Rounds:
     """The rounds of one call.
 
     model: the assistant. assisted: the model that it drafts for. limit: the largest sequence length that the call can
-    reach. translated: whether the two models have different tokenizers. cache: None before the first round, and in a
-    call whose rounds run uncaptured.
+    reach. translated: whether the two models have different tokenizers. observed: whether code of the user may run
+    between two rounds. cache: None before the first round, and in a call whose rounds run uncaptured. known: the tokens
+    of the call.
     """
 
-    def __init__(self, model: Any, assisted: Any, *, limit: int, translated: bool) -> None:
+    def __init__(self, model: Any, assisted: Any, *, limit: int, translated: bool, observed: bool) -> None:
         self.model = model
         self.limit = limit
         self.cache: DecodeCache | None = None
+        self.known = HostTokens()
         self._assisted = assisted
         self._translated = translated
+        self._observed = observed
         self._runner: Runner | None = None
+        self._drafts: Drafts | None = None
+        self._settings: RoundSettings | None = None  # the settings of the last call of `generate`
+        self._last: _Last | None = None  # the last round, if it did not call `generate`
+        self._accepted: list[int] = []  # the tokens that the model accepted, if the next round has begun
 
     def refuses(self, generation_config: Any) -> str | None:
         """Return why the rounds can't be recorded, or None."""
@@ -58,13 +72,79 @@ class Rounds:
         # The second round may compute the prompt's last token again.
         cache.drafts = 1
         cache.ahead = tokens
-        self.cache, self._runner = cache, None
+        self.cache, self._runner, self._drafts = cache, None, None
 
     def decode(self, stock: Callable[..., Any], input_ids: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run transformers' loop for one round."""
         assert self.cache is not None
+        self._settings = None if args or self._observed else settings_of(self.model, kwargs)
         with deferred_stop.stopping_on_time(), loops.stepping(self.model, self.cache, self._step):
             return stock(input_ids, *args, **kwargs)
+
+    def draft(self, generator: Any, arguments: Mapping[str, Any]) -> Tensor | None:
+        """Draft the tokens of a round without a call of `generate`.
+
+        generator: an `AssistedCandidateGenerator` of the call. arguments: the argument of its `_generate_candidates`.
+        Returns the tokens so far, followed by the drafts, [1, S]; None if the round has to call `generate`.
+        """
+        accepted, self._accepted = self._accepted, []
+        if self._drafts is None:
+            return None
+        begun = self._drafts.take()
+        if self._settings is None or not self._may_skip():
+            return None
+        if generator.assistant_kwargs.get("past_key_values") is not self.cache:
+            return None
+        # With EOS tokens, a minimum length needs a logits processor.
+        if arguments["min_new_tokens"] and self._settings.ends:
+            return None
+        input_ids, count = arguments[generator.input_ids_key], arguments["max_new_tokens"]
+        tokens = self.known.of(input_ids)
+        padding = None if generator.assistant_kwargs.get("attention_mask") is not None else self._settings.padding
+        if padding is not None and padding in tokens:
+            return None
+        if tokens[-len(accepted) :].tolist() != accepted:
+            begun = None
+        threshold = max(arguments["generation_config"].assistant_confidence_threshold or 0.0, 0.0)
+        drafted = self._drafts.of(self.model, self._settings, input_ids, count, threshold=threshold, begun=begun)
+        if drafted is None:
+            return None
+        if hasattr(generator, "probs"):
+            generator.probs.extend(drafted[1])
+        self._last = _Last(drafted[0], input_ids.shape[1], count, threshold)
+        return drafted[0]
+
+    def finish(self, generator: Any) -> None:
+        """Append the probability of the last draft to those of the generator, which reads them after every round."""
+        probabilities = [] if self._drafts is None else self._drafts.last_probability()
+        if hasattr(generator, "probs"):
+            generator.probs.extend(probabilities)
+
+    def verified(self, selected: Tensor, on_host: Tensor) -> None:
+        """Begin the next round as soon as the drafts of the last one are verified.
+
+        selected: the tokens with the largest logits of the verifying step, [1, N]; on_host: the same on the host.
+        """
+        last, self._last = self._last, None
+        before = self.known.on_device
+        if last is None or before is None or before.shape[1] != last.length or not self._may_skip():
+            return
+        assert self._settings is not None and self._drafts is not None
+        drafts, chosen = last.tokens[0, last.length :].tolist(), on_host[0].tolist()
+        if len(chosen) != len(drafts) + 1:
+            return
+        self.known.draft(drafts, last.tokens)
+        count = next((index for index, draft in enumerate(drafts) if draft != chosen[index]), len(drafts))
+        accepted = chosen[: count + 1]
+        if last.length + len(accepted) + 1 >= self.limit or not self._settings.ends.isdisjoint(accepted):
+            return
+        self._accepted = accepted
+        expected = torch.cat((before, selected[:, : count + 1]), dim=1)
+        # The number of drafts falls by one at most.
+        self._drafts.begin(self.model, self._settings, expected, max(1, last.count - 1), threshold=last.threshold)
+
+    def _may_skip(self) -> bool:
+        return SETTINGS in self.model.__dict__ and may_skip(self.model)
 
     def _step(self, arguments: Mapping[str, Any]) -> Any:
         if SETTINGS not in self.model.__dict__:
@@ -73,17 +153,58 @@ class Rounds:
         if self._runner is None:
             assert self.cache is not None
             self._runner = Runner(state_of(self.model), self.cache)
+            self._drafts = Drafts(self._runner)
         return self._runner(self.model, arguments)
+
+
+class _Last(NamedTuple):
+    """A round without `generate`.
+
+    tokens: all tokens and the drafts, [1, S + N]. length: S. count: the number of drafts that were allowed. threshold:
+    the smallest probability of a draft after which another one follows.
+    """
+
+    tokens: Tensor
+    length: int
+    count: int
+    threshold: float
 
 
 @contextmanager
 def drafting(rounds: Rounds | None) -> Iterator[None]:
     """Within the block, use these rounds for this thread's call."""
+    from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+    replacements = {} if rounds is None else {"_generate_candidates": _drafts, "update_candidate_strategy": _updates}
+    changes = [Change(AssistedCandidateGenerator, name, make, key=__name__) for name, make in replacements.items()]
     before, _thread.rounds = _thread.rounds, rounds
     try:
-        yield
+        with patches.applied(*changes):
+            yield
     finally:
         _thread.rounds = before
+
+
+def _drafts(change: Change) -> Callable[..., Any]:
+    def _generate_candidates(self: Any, generation_args: Any) -> Any:
+        rounds = _thread.rounds if change.live and type(self) is change.owner else None
+        drafted = None
+        if rounds is not None and rounds.model is self.assistant_model:
+            drafted = rounds.draft(self, generation_args)
+        # Greedy decoding does not use the logits of the drafts.
+        return change.call_of(self)(generation_args) if drafted is None else (drafted, None)
+
+    return _generate_candidates
+
+
+def _updates(change: Change) -> Callable[..., Any]:
+    def update_candidate_strategy(self: Any, *args: Any, **kwargs: Any) -> Any:
+        rounds = _thread.rounds if change.live and type(self) is change.owner else None
+        if rounds is not None and rounds.model is self.assistant_model:
+            rounds.finish(self)
+        return change.call_of(self)(*args, **kwargs)
+
+    return update_candidate_strategy
 
 
 def rounds_of(model: Any, generation_config: Any) -> Rounds | None:

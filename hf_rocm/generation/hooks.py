@@ -34,8 +34,8 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.encoder_decoder import EncoderDecoderDecodeCache, mask_of
 from hf_rocm.generation.hybrid import RECURRENT, HybridDecodeCache
 from hf_rocm.generation.methods import put_before, take_away
-from hf_rocm.generation.rewind import Attempt, Rewind
-from hf_rocm.generation.runner import Runner, last_alarm
+from hf_rocm.generation.rewind import Attempt, Rewind, last_alarm
+from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.state import SETTINGS, State, known, refusal, release, state_of
 from hf_rocm.generation.user_cache import UserCache
 from hf_rocm.options import Switch
@@ -335,6 +335,8 @@ def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], at
             criteria = stop_criteria.replacement(arguments, cache.choice and cache.choice.tokens)
             arguments = {**arguments, **criteria}
             lookahead = cache.choice.lookahead if cache.choice and criteria else None
+            if attempt.rounds is not None and cache.choice is not None:
+                cache.choice.rounds, attempt.rounds.known = attempt.rounds, cache.choice.tokens
     try:
         with (
             deferred_stop.stopping_on_time(),
@@ -358,7 +360,8 @@ def _rounds(self: Any, cache: DecodeCache) -> Rounds | None:
     if SETTINGS not in drafting.__dict__:
         state_of(self).plain_assistants += 1
         return None
-    return Rounds(drafting, self, limit=cache.limit, translated=_thread.translated)
+    observed = _thread.observer is not None
+    return Rounds(drafting, self, limit=cache.limit, translated=_thread.translated, observed=observed)
 
 
 def _without_last(result: Any, steps: int, cache: DecodeCache) -> Any:

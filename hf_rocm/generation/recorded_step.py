@@ -77,6 +77,10 @@ class Recorded:
         """The size of the inputs that the recording reads and of its outputs, in bytes."""
         return sum(tensor.nbytes for tensor in (*self._inputs, *self.tensors))
 
+    def reads(self, tensor: Tensor) -> bool:
+        """Whether the recording reads this tensor."""
+        return any(buffer is tensor for buffer in self._inputs)
+
     def replay(self, tensors: Sequence[Tensor]) -> None:
         """Copy these inputs to the tensors that the recording reads, and replay it."""
         for index in self._changing:

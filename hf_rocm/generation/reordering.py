@@ -7,19 +7,23 @@ number of tokens rounded up, so that it stays valid for many steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.cache_layer import reorder
-from hf_rocm.generation.recorded_step import Recorded
+from hf_rocm.generation.rank_consensus import Agreement
+from hf_rocm.generation.recorded_step import Recorded, drop_oldest
 from hf_rocm.generation.recorder import Recorder
 from hf_rocm.generation.step import Inputs
 from hf_rocm.ops.bits import bits
 
 # The largest number of recorded reorderings of one cache, one for every rounded number of tokens.
 MOST = 16
+# Their key in the dict of recordings.
+_ENTRY = "reorderings"
 
 
 class Reordering(Recorded):
@@ -43,6 +47,30 @@ class Reordering(Recorded):
         """
         expected = [sums.index_select(0, rows) for sums in _sums(cache)]
         return lambda: all(map(torch.equal, expected, _sums(cache)))
+
+
+def recorded(
+    cache: DecodeCache, rows: Tensor, recorder: Callable[[torch.device], Recorder], ranks: Agreement
+) -> Reordering | str | None:
+    """Return the recorded reordering for the cache's number of tokens.
+
+    If there is none, reorder the cache, record that, and return None; if that fails, return a sentence. rows: the
+    source row of every row of the batch, [B] int64.
+    """
+    reorderings = cache.recordings.setdefault(_ENTRY, {})
+    extents = cache.extents()
+    step: Reordering | None = reorderings.get(extents)
+    if step is not None:
+        return step
+    reorder(cache.rows_of_beams(), rows)
+    # The reordering has just run, so only the recording failed.
+    with suppress(Exception):
+        step = Reordering(recorder(rows.device), cache)
+    if not ranks.all(step is not None) or step is None:
+        return "the reordering of the cache can't be recorded"
+    drop_oldest(reorderings, MOST)
+    reorderings[extents] = step
+    return None
 
 
 def _sums(cache: DecodeCache) -> list[Tensor]:

@@ -17,9 +17,13 @@ import torch
 from torch import Tensor
 
 from hf_rocm.errors import GraphError
-from hf_rocm.generation import random_state
+from hf_rocm.generation import incident, random_state
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.rank_consensus import Agreement
+from hf_rocm.generation.recorded_step import RecordedStep
+from hf_rocm.generation.state import known
+
+NOT_FINITE = "a replayed step returned logits that are not finite, and no uncaptured step did"
 
 # transformers' processors that keep state between steps or call a user's function.
 _STATEFUL = {
@@ -162,3 +166,23 @@ def _copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def _processors(arguments: Mapping[str, Any]) -> Iterable[Any]:
     """The call's logits processors and stopping criteria."""
     return (*(arguments.get("logits_processor") or ()), *(arguments.get("stopping_criteria") or ()))
+
+
+def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
+    """At the end of a call, return a `Rewind` if a replay since the last comparison raised the alarm, else None.
+
+    In the first case, recording is disabled for this model.
+    """
+    steps = [step for step in cache.recordings.values() if isinstance(step, RecordedStep) and step.schedule.since]
+    if not steps:
+        return None
+    ranks = Agreement(model)
+    if ranks.all(not any(step.alarm.triggered() for step in steps)):
+        return None
+    unproven = sum(step.schedule.in_call for step in steps)
+    incident.keep(model, reason=NOT_FINITE, operators=0, replays=steps[-1].schedule.replays, unproven=unproven)
+    state = known(model)
+    if state is not None and state.disabled is None:
+        state.wrong_replay = NOT_FINITE
+        state.disable(NOT_FINITE)
+    return Rewind(NOT_FINITE, unproven, ranks)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from hf_rocm.generation import comparison, decode_experts, incident
+from hf_rocm.errors import first_line
+from hf_rocm.generation import comparison, decode_experts, incident, reordering
 from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.cache_layer import reorder
@@ -29,12 +30,11 @@ from hf_rocm.generation.rank_consensus import Agreement
 from hf_rocm.generation.recorded_draw import RecordedDraw, probabilities_of
 from hf_rocm.generation.recorded_step import Recorded, RecordedStep, drop_oldest
 from hf_rocm.generation.recorder import Recorder
-from hf_rocm.generation.reordering import MOST, Reordering
 from hf_rocm.generation.residents import Source
-from hf_rocm.generation.rewind import Rewind
+from hf_rocm.generation.rewind import NOT_FINITE, Rewind
 from hf_rocm.generation.schedule import BACK
-from hf_rocm.generation.seen import seen_over
-from hf_rocm.generation.state import State, known
+from hf_rocm.generation.seen import seen_over, step_over
+from hf_rocm.generation.state import State
 from hf_rocm.generation.static_buffers import resident
 from hf_rocm.generation.step import Inputs, Unrecordable, alike, put_together, take_apart
 from hf_rocm.generation.token_choice import Choice
@@ -46,11 +46,10 @@ from hf_rocm.weights.shuffled_copy import counters_watched
 # step. Every adapter and attention implementation needs separate recordings.
 _MAX_RECORDINGS = 4
 
-# Keys of the dict of recordings, in addition to those of the recorded steps.
-_RECORDER, _REORDERINGS = "recorder", "reorderings"
+# The key of the recorder in the dict of recordings.
+_RECORDER = "recorder"
 
 _calls = itertools.count()
-_NOT_FINITE = "a replayed step returned logits that are not finite, and no uncaptured step did"
 
 _log = logging.getLogger("hf_rocm")
 
@@ -106,9 +105,7 @@ class Runner:
             self._follow_switches(model)
         if self._model_state is None and not self._begin(model):
             return model(**arguments)
-        replaced = None if self._watch.unchanged() else self._watch.difference()
-        if model.__dict__.get("forward") is not self._forward:
-            replaced = "a forward was set on the model"
+        replaced = self._replaced(model)
         if replaced is not None:
             self._state.turn_away(f"{replaced} during a call")
             return self._run(model, arguments)
@@ -125,15 +122,25 @@ class Runner:
                 step.replay(inputs.tensors)
             if self._arguments:
                 seen_over(self.cache).record_replay(self._model_state, tokens, key)
-            self.cache.advance()
-            step.schedule.count()
-            self._state.replayed += 1
-            self._unproven += 1
-            self._in_a_row += 1
+            self._count(step)
             return self._outputs_of(step)
         if self._repeats(key):
             return self._record(key, model, arguments, inputs)
         return self._run(model, arguments)
+
+    def _replaced(self, model: Any) -> str | None:
+        """Return a sentence about a function that was replaced since the call's first step, or None."""
+        if model.__dict__.get("forward") is not self._forward:
+            return "a forward was set on the model"
+        return None if self._watch.unchanged() else self._watch.difference()
+
+    def _count(self, step: RecordedStep) -> None:
+        """Count a replay that was not compared."""
+        self.cache.advance()
+        step.schedule.count()
+        self._state.replayed += 1
+        self._unproven += 1
+        self._in_a_row += 1
 
     def _repeats(self, key: Hashable) -> bool:
         """Whether a step with this key has run before, which means that the shapes don't grow with every step.
@@ -142,10 +149,9 @@ class Runner:
         """
         if self.cache.drafts is not None and self._arguments:
             return seen_over(self.cache).check_and_record(key)
-        if key in self._keys:
-            return True
+        repeats = key in self._keys
         self._keys.add(key)
-        return False
+        return repeats
 
     def _outputs_of(self, step: RecordedStep) -> Any:
         """The outputs of a replayed step, with a stand-in for the logits where the choice of tokens is recorded."""
@@ -189,14 +195,39 @@ class Runner:
         The arguments are those of `Step.begin`. Returns the step and its tokens on the device, [1, N]; None if nothing
         was replayed.
         """
-        step: RecordedStep | None = self.cache.recordings.get(seen_over(self.cache).key_of(self._model_state, tokens))
+        step = step_over(self.cache, self._model_state, tokens)
         if step is None or step.schedule.due_in(self._call):
             return None
         input_ids = begin(self.cache, position, tokens, source)
-        if input_ids is None:
+        if input_ids is None or not step.reads(input_ids):
             return None
         step.replay_in_place()
         return step, input_ids
+
+    def may_advance(self, model: Any, steps: Mapping[int, int]) -> bool:
+        """Whether `advance` may replay the next steps. steps: maps numbers of tokens to the number of such steps."""
+        if self._model_state is None or self._uncaptured or self._state.disabled is not None or self._ranks.group:
+            return False
+        if self._switches != self._state.switches or self._hooks != RemovableHandle.next_id or self._replaced(model):
+            return False
+        for tokens, replays in steps.items():
+            step = step_over(self.cache, self._model_state, tokens)
+            if replays and (step is None or step.schedule.due_in(self._call, replays)):
+                return False
+        return True
+
+    def advance(self, position: int, tokens: int, source: Source) -> RecordedStep | None:
+        """Replay the next step without transformers' loop, after `may_advance` has returned True.
+
+        The arguments are those of `Step.begin`. Returns None if nothing was replayed, or if the alarm was triggered.
+        """
+        launched = self.launch(position, tokens, source)
+        if launched is None:
+            return None
+        step, _ = launched
+        step.schedule.enter(self._call)
+        self._count(step)
+        return None if step.alarm.poll(step.schedule.replays) else step
 
     def _begin(self, model: Any) -> bool:
         """Fingerprint the model at a call's first step, and again after its experts implementation has changed.
@@ -264,7 +295,7 @@ class Runner:
                     self._ranks.group,
                 )
         except Exception as error:  # noqa: BLE001  the step itself has just run, so its recording failed
-            failure = _first_line(error)
+            failure = first_line(error)
         finally:
             cache.level(after)
             cache.drop_states()
@@ -285,19 +316,11 @@ class Runner:
         cache, state = self.cache, self._state
         if state.disabled is not None or self._uncaptured:
             return reorder(cache.rows_of_beams(), rows)
-        extents = cache.extents()
-        recorded = cache.recordings.setdefault(_REORDERINGS, {})
-        step: Reordering | None = recorded.get(extents)
+        step = reordering.recorded(cache, rows, self._recorder, self._ranks)
         if step is None:
-            reorder(cache.rows_of_beams(), rows)
-            # The reordering has just run, so only the recording failed.
-            with suppress(Exception):
-                step = Reordering(self._recorder(rows.device), cache)
-            if not self._ranks.all(step is not None) or step is None:
-                return state.disable("the reordering of the cache can't be recorded")
-            drop_oldest(recorded, MOST)
-            recorded[extents] = step
             return None
+        if isinstance(step, str):
+            return state.disable(step)
         step.schedule.enter(self._call)
         agrees = step.agrees(cache, rows) if step.schedule.due else None
         step.replay((rows,))
@@ -339,7 +362,7 @@ class Runner:
             self._in_a_row = 0
             return result.outputs
         if alarm and (back < self._unproven or result.finite):
-            self._take_back(step, _NOT_FINITE, model, result.operators)
+            self._take_back(step, NOT_FINITE, model, result.operators)
         if not self._ranks.all(not step.alarm.triggered()):
             # The uncaptured steps also return values that are not finite.
             step.alarm.ignored = True
@@ -373,28 +396,3 @@ class Runner:
         incident.keep(model, reason=reason, operators=operators, replays=schedule.replays + 1, unproven=schedule.since)
         self._state.wrong_replay = reason
         self._state.disable(reason)
-
-
-def last_alarm(cache: DecodeCache, model: Any) -> Rewind | None:
-    """At the end of a call, return a `Rewind` if a replay since the last comparison raised the alarm, else None.
-
-    In the first case, recording is disabled for this model.
-    """
-    steps = [step for step in cache.recordings.values() if isinstance(step, RecordedStep) and step.schedule.since]
-    if not steps:
-        return None
-    ranks = Agreement(model)
-    if ranks.all(not any(step.alarm.triggered() for step in steps)):
-        return None
-    unproven = sum(step.schedule.in_call for step in steps)
-    incident.keep(model, reason=_NOT_FINITE, operators=0, replays=steps[-1].schedule.replays, unproven=unproven)
-    state = known(model)
-    if state is not None and state.disabled is None:
-        state.wrong_replay = _NOT_FINITE
-        state.disable(_NOT_FINITE)
-    return Rewind(_NOT_FINITE, unproven, ranks)
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]

@@ -51,9 +51,10 @@ class Schedule:
         """Whether the next replay must be compared."""
         return self._first_of_call or self._interval_elapsed
 
-    def due_in(self, call: int) -> bool:
-        """Whether the next replay must be compared if it belongs to the call with this number."""
-        return self.due if call == self._call else self._interval_elapsed or self._compares_first_of(self.calls + 1)
+    def due_in(self, call: int, replays: int = 1) -> bool:
+        """Whether one of the next replays must be compared if they belong to the call with this number."""
+        first = self._first_of_call if call == self._call else self._compares_first_of(self.calls + 1)
+        return first or self.since + replays >= self._distance
 
     @property
     def _interval_elapsed(self) -> bool:

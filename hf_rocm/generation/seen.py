@@ -47,6 +47,14 @@ def seen_over(cache: Any) -> Seen:
     return seen
 
 
+def step_over(cache: Any, state: int | None, tokens: int) -> Any:
+    """The recording of the last replayed step of this many tokens with resident inputs over this cache, or None.
+
+    state: the number of the model's fingerprint.
+    """
+    return cache.recordings.get(seen_over(cache).key_of(state, tokens))
+
+
 def _keep(keys: dict[Any, Any], key: Hashable, value: Hashable) -> None:
     """Set a value, and drop the oldest one if there are too many."""
     keys[key] = value

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm.generation import lookahead
+from hf_rocm.generation.assistant import Rounds
 from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.inputs import residents_of
 from hf_rocm.generation.lookahead import Lookahead
@@ -36,13 +37,14 @@ class Verification:
     """How a call of `_assisted_decoding` accepts drafts; used instead of a `token_choice.Choice`.
 
     processors: the call's list of logits processors, which is empty. early, adaptive: those of the call's `Lookahead`.
-    tokens: the tokens of the call.
+    tokens: the tokens of the call. rounds: those of its assistant, or None.
     """
 
     def __init__(self, processors: Sequence[Any], *, early: bool = False, adaptive: bool = False) -> None:
         self._processors = processors
         self._copies = HostCopies()  # copies of the tokens of steps
         self.tokens = HostTokens()
+        self.rounds: Rounds | None = None
         self.lookahead = Lookahead(self.tokens, early=early, adaptive=adaptive)
 
     def holds(self) -> bool:
@@ -66,7 +68,10 @@ class Verification:
         assert step.tokens is not None
         call = runner() if self.lookahead.expects() else None
         if call is None or not call.can_launch:
-            return step.tokens, step.tokens.cpu()
+            on_host = step.tokens.cpu()
+            if self.rounds is not None:
+                self.rounds.verified(step.tokens, on_host)
+            return step.tokens, on_host
         # copied before the host waits for the step, because the next one may write to the same tensors
         tokens = step.tokens.clone()
         copy = self._copies.send(tokens)

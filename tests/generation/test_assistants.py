@@ -264,7 +264,7 @@ def test_restoring_an_assistant_during_a_call_does_not_change_the_tokens(trio):
 
 def test_recurrent_states_cannot_discard_drafts(pair):
     prepared, _ = pair()
-    rounds = assisting.Rounds(prepared, prepared, limit=64, translated=False)
+    rounds = assisting.Rounds(prepared, prepared, limit=64, translated=False, observed=False)
     assert rounds.refuses_windows([None, RECURRENT]) is not None and rounds.refuses_windows([None, 8]) is None
 
 

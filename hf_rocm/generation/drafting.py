@@ -1,0 +1,275 @@
+"""The drafts of an assistant, without a call of its `generate` for every round.
+
+transformers drafts a few tokens in every round, and calls the assistant's `generate` for them. It copies and validates
+configs, creates criteria and masks, and waits for the device after every token, which takes several times as long as
+the assistant's recorded steps. Here one of these calls shows which criteria stop a round. The following rounds replay
+the same steps in a row: each one reads its token where the last one wrote it, and the host checks the criteria of a
+token while the device already computes the next one.
+
+This applies to greedy decoding with transformers' unchanged generator and an assistant without logits processors, if
+no code of the user runs between two rounds. All other rounds call `generate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import (
+    EosTokenCriteria,
+    GenerationMixin,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MinLengthLogitsProcessor,
+    MinNewTokensLengthLogitsProcessor,
+    StoppingCriteriaList,
+)
+from transformers.generation.stopping_criteria import ConfidenceCriteria
+
+from hf_rocm import features
+from hf_rocm.generation.methods import own
+from hf_rocm.generation.recorded_step import RecordedStep
+from hf_rocm.generation.residents import Source
+from hf_rocm.generation.runner import Runner
+from hf_rocm.overlay.dependencies import of_method
+from hf_rocm.overlay.replacements import Watch
+
+FEATURE = "drafting"
+
+
+class RoundSettings(NamedTuple):
+    """The settings of a call of the assistant's `generate` that hold for all rounds.
+
+    ends: its EOS tokens. limit: the largest sequence length that does not exceed the assistant's positions, or None.
+    padding: the padding token, which transformers masks in calls without a mask if it is not an EOS token, or None.
+    """
+
+    ends: frozenset[int]
+    limit: int | None
+    padding: int | None
+
+
+def settings_of(model: Any, arguments: Mapping[str, Any]) -> RoundSettings | None:
+    """Return the settings of a round that runs transformers' loop; None if the following ones must run it too.
+
+    model: the assistant. arguments: the keyword arguments of its `_sample`.
+    """
+    if any(own(type(model), name, GenerationMixin) for name in _SKIPPED):
+        return None
+    processors, criteria = arguments.get("logits_processor"), arguments.get("stopping_criteria")
+    if type(processors) is not LogitsProcessorList or not {*map(type, processors)} <= _LENGTHS:
+        return None
+    if arguments["generation_config"].do_sample:
+        return None
+    if type(criteria) is not StoppingCriteriaList or not {*map(type, criteria)} <= _CRITERIA:
+        return None
+    tokens = [one.eos_token_id.flatten().tolist() for one in criteria if type(one) is EosTokenCriteria]
+    limits = [one.max_position_embeddings for one in criteria if type(one) is MaxLengthCriteria]
+    ends: frozenset[int] = frozenset().union(*tokens)
+    padding = getattr(arguments["generation_config"], "_pad_token_tensor", None)
+    masked = None if padding is None or int(padding) in ends else int(padding)
+    return RoundSettings(ends, min((limit for limit in limits if limit is not None), default=None), masked)
+
+
+def may_skip(model: Any) -> bool:
+    """Whether the functions that a round of this assistant without `generate` skips are not replaced."""
+    return features.refuses(FEATURE) is None and _criteria().holds() and _SKIPPED.isdisjoint(model.__dict__)
+
+
+_SKIPPED = frozenset(
+    (
+        "generate",
+        "_sample",
+        "_get_logits_processor",
+        "_get_stopping_criteria",
+        "prepare_inputs_for_generation",
+        "_update_model_kwargs_for_generation",
+    )
+)
+_CRITERIA = frozenset((MaxLengthCriteria, EosTokenCriteria, ConfidenceCriteria))
+# Processors that have no effect in rounds without a minimum number of tokens.
+_LENGTHS = frozenset((MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor))
+
+
+@cache
+def _criteria() -> Watch:
+    """Watches the functions of criteria and processors that a round skips, and all functions that they call."""
+    kinds = (StoppingCriteriaList, LogitsProcessorList, *_CRITERIA, *_LENGTHS)
+    return Watch([reference for kind in kinds for reference in of_method(kind, "__call__", called=Tensor)])
+
+
+class Drafts:
+    """Drafts tokens with the recorded steps of an assistant. runner: that of the call."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        # for every second draft: the values of a draft are read after those of the next one have been sent
+        self._values: tuple[_Values, ...] = ()
+        self._unread: list[_Values] = []  # the values of the last draft of a round, if they were not read
+        self._rest: list[float] = []  # its probability, if it was read
+        self._begun: Begun | None = None  # the next round
+
+    def of(
+        self,
+        model: Any,
+        settings: RoundSettings,
+        input_ids: Tensor,
+        count: int,
+        *,
+        threshold: float,
+        begun: Begun | None = None,
+    ) -> tuple[Tensor, list[float]] | None:
+        """Return input_ids, [1, S], followed by up to `count` drafts, and their probabilities.
+
+        A draft that is an EOS token, or whose probability is below the threshold, is the last one. If there are `count`
+        drafts, the probability of the last one is missing: see `last_probability`. A threshold of 0 has no effect, and
+        there are no probabilities. begun: the round that `begin` has begun with the same tokens, or None.
+
+        Returns None if the steps can't be replayed; the cache is then unchanged.
+        """
+        kv, length = self._runner.cache, input_ids.shape[1]
+        start: int = kv.length
+        current, probable = begun, threshold > 0
+        if current is None or not current.serves(start, length, count, probable=probable):
+            current = Begun(input_ids, start, probable=probable)
+        steps = {1: count - current.drafts}
+        if not current.drafts:
+            steps = {length - start: 1, 1: count - 1 + (length - start == 1)}
+        exceeds = settings.limit is not None and length + count >= settings.limit
+        if exceeds or not kv.has_room(length - start + count - 1) or not self._runner.may_advance(model, steps):
+            return None
+        current.grow(count)
+        if current.drafts:
+            kv.level(length + current.drafts - 1)
+        probabilities: list[float] = []
+        reads = bool(threshold or settings.ends)
+        for index in range(count):
+            if index == current.drafts and not self._launch(current, settings):
+                kv.level(start)
+                return None
+            # The device computes this step while the host checks the draft of the previous one.
+            if not index or not reads:
+                continue
+            token, probability = self._values[(index - 1) % 2].read()
+            if threshold:
+                probabilities.append(probability)
+            if token in settings.ends or probability < threshold:
+                kv.level(length + index - 1)
+                return current.tokens[:, : length + index], probabilities
+        self._unread = [self._values[(count - 1) % 2]] if threshold else []
+        return current.tokens, probabilities
+
+    def begin(self, model: Any, settings: RoundSettings, input_ids: Tensor, count: int, *, threshold: float) -> None:
+        """Launch the first drafts of the next round, if that is possible, before transformers prepares it.
+
+        input_ids: the expected tokens, [1, S]. count: the smallest expected number of drafts.
+        """
+        kv, start = self._runner.cache, input_ids.shape[1] - _REPEATED
+        before: int = kv.length
+        # before other values are sent
+        self._rest = self.last_probability()
+        self._begun, drafts = None, min(count, 2)
+        if not 0 < start <= before:
+            return
+        kv.level(start)
+        if kv.has_room(_REPEATED + drafts - 1) and self._runner.may_advance(model, {_REPEATED: 1, 1: drafts - 1}):
+            begun = Begun(input_ids, start, probable=threshold > 0)
+            begun.grow(drafts)
+            while begun.drafts < drafts and self._launch(begun, settings):
+                self._begun = begun
+        kv.level(before)
+
+    def take(self) -> Begun | None:
+        """Return the round that `begin` has begun, once. Removes keys that it has overwritten from the cache."""
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            self._runner.cache.level(min(begun.place[0], self._runner.cache.length))
+        return begun
+
+    def last_probability(self) -> list[float]:
+        """Return the probability of the last round's last draft, [] if `of` or an earlier call has returned it."""
+        rest, unread = self._rest, self._unread
+        self._rest, self._unread = [], []
+        return rest + [values.read()[1] for values in unread]
+
+    def _launch(self, begun: Begun, settings: RoundSettings) -> bool:
+        """Launch the next draft of a round, and copy its values to the host. Returns whether it was launched."""
+        (start, length), index, tokens = begun.place, begun.drafts, begun.tokens
+        position, count = (length + index - 1, 1) if index else (start, length - start)
+        step = self._runner.advance(position, count, Source(tokens, None, position, position + 1))
+        if step is None:
+            return False
+        tokens[:, length + index : length + index + 1] = step.last_tokens
+        if begun.probable or settings.ends:
+            if not self._values:
+                self._values = _Values(tokens.device), _Values(tokens.device)
+            self._values[index % 2].send(step, probable=begun.probable, ends=bool(settings.ends))
+        begun.drafts += 1
+        return True
+
+
+# After a round, transformers computes the last token of the next round's prompt again.
+_REPEATED = 2
+
+
+class Begun:
+    """A round whose first drafts were launched.
+
+    tokens: the tokens before the round, [1, S], followed by the drafts. place: the length of the cache before the
+    round, and S. drafts: the number of drafts that were launched. probable: whether their probabilities are copied.
+    """
+
+    def __init__(self, input_ids: Tensor, start: int, *, probable: bool) -> None:
+        self.tokens = input_ids
+        self.place = start, input_ids.shape[1]
+        self.drafts = 0
+        self.probable = probable
+
+    def serves(self, start: int, length: int, count: int, *, probable: bool) -> bool:
+        """Whether this is the beginning of a round of up to `count` drafts at this place."""
+        return self.place == (start, length) and self.drafts <= count and self.probable >= probable
+
+    def grow(self, count: int) -> None:
+        """Make room for this many drafts."""
+        before, length = self.tokens, self.place[1]
+        self.tokens = before.new_empty((1, length + count))
+        self.tokens[:, : length + self.drafts] = before[:, : length + self.drafts]
+
+
+class _Values:
+    """The token of a draft and its probability, copied to the host.
+
+    The copies are on the stream of the steps. The second stream of a `HostCopy` would save less time on the device
+    than it costs on the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._token = torch.full((1, 1), -1, pin_memory=on_gpu)
+        self._probability = torch.ones((1, 1), pin_memory=on_gpu)
+        self._sent: Any = torch.cuda.Event() if on_gpu else None
+
+    def send(self, step: RecordedStep, *, probable: bool, ends: bool) -> None:
+        """Start to copy the values of a step's last token. probable, ends: whether the probability, the token is read.
+
+        The probability is that of `ConfidenceCriteria`, which receives the logits in fp32.
+        """
+        assert step.last_tokens is not None
+        token = step.last_tokens[None]
+        if ends:
+            self._token.copy_(token, non_blocking=True)
+        if probable:
+            self._probability.copy_(
+                step.last_logits.softmax(-1, dtype=torch.float32).gather(1, token), non_blocking=True
+            )
+        if self._sent is not None:
+            self._sent.record()
+
+    def read(self) -> tuple[int, float]:
+        """Return the token and its probability; -1 and 1 if they were never copied. Waits for the copies."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        return int(self._token), float(self._probability)

@@ -1,0 +1,278 @@
+"""Rounds of an assistant without a call of `generate` draft the same tokens, in the same numbers, as stock."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+
+import pytest
+import torch
+from transformers.generation import candidate_generator
+from transformers.generation.stopping_criteria import ConfidenceCriteria
+
+import hf_rocm
+from hf_rocm.generation import drafting
+from hf_rocm.generation.assistant import Rounds
+from hf_rocm.generation.runner import Runner
+from hf_rocm.generation.schedule import Schedule
+from hf_rocm.generation.state import known
+from tests.generation.conftest import Streamer, assistant_of, generate
+from tests.generation.test_speculation import repeating
+
+NEW = 40
+CALLS = 8
+
+
+class Lengths:
+    """The number of drafts of every round. skipped: those of the rounds that did not call `generate`."""
+
+    def __init__(self, monkeypatch):
+        self.all = []
+        self.skipped = []
+        draft, decode = Rounds.draft, Rounds.decode
+
+        def drafts(rounds, generator, arguments):
+            result = draft(rounds, generator, arguments)
+            if result is not None:
+                self.skipped.append(result.shape[1] - arguments[generator.input_ids_key].shape[1])
+                self.all.append(self.skipped[-1])
+            return result
+
+        def decodes(rounds, *args):
+            result = decode(rounds, *args)
+            self.all.append(len(result.scores))
+            return result
+
+        monkeypatch.setattr(Rounds, "draft", drafts)
+        monkeypatch.setattr(Rounds, "decode", decodes)
+
+
+@pytest.fixture
+def lengths(monkeypatch):
+    return Lengths(monkeypatch)
+
+
+@pytest.fixture
+def trio(pair):
+    """A function that returns ((a prepared model, a prepared assistant), (the stock model, the stock assistant))."""
+
+    def build(*, schedule="constant", noise=0.02, threshold=0.0, eos=None, number=4):
+        prepared, stock = pair(graphs=True)
+        assistant = assistant_of(stock, schedule, noise)
+        config = assistant.generation_config
+        config.assistant_confidence_threshold, config.num_assistant_tokens = threshold, number
+        for model in (prepared, stock):
+            model.generation_config.eos_token_id = eos
+        return (prepared, hf_rocm.prepare(copy.deepcopy(assistant), force=True, graphs=True)), (stock, assistant)
+
+    return build
+
+
+def assisted(models, inputs, *, new=NEW, **arguments):
+    return generate(models[0], inputs, new=new, assistant_model=models[1], **arguments)
+
+
+def drafted_by_stock(models, calls, **arguments):
+    """Return the tokens of these calls, and the number of drafts of every round."""
+    counts, inherited = [], models[1].generate
+
+    def counting(*args, **kwargs):
+        result = inherited(*args, **kwargs)
+        counts.append(len(result.scores))
+        return result
+
+    models[1].generate = counting
+    return [assisted(models, inputs, **arguments) for inputs in calls], counts
+
+
+def compare(prepared_pair, stock_pair, lengths, calls=None, **arguments):
+    """Assert that tokens and numbers of drafts equal stock's, and return how many rounds did not call `generate`."""
+    calls = calls or [repeating(seed % 3, padded=seed % 2) for seed in range(CALLS)]
+    tokens = [assisted(prepared_pair, inputs, **arguments) for inputs in calls]
+    expected, counts = drafted_by_stock(stock_pair, calls, **arguments)
+    assert all(map(torch.equal, tokens, expected)) and lengths.all == counts
+    assert known(prepared_pair[1]).turned_away == {}
+    return len(lengths.skipped)
+
+
+@pytest.mark.parametrize("schedule, noise", [("constant", 0.0), ("heuristic", 0.02), ("heuristic_transient", 0.2)])
+def test_drafts_are_those_of_stock(schedule, noise, trio, lengths):
+    assert compare(*trio(schedule=schedule, noise=noise), lengths) > 0
+
+
+def test_transformers_masks_padding_tokens_in_calls_without_a_mask(trio, lengths):
+    """From 5.0 on, transformers drops a mask without padding, and derives the assistant's from all tokens so far."""
+    prepared_pair, stock_pair = trio()
+    token = int(assisted(stock_pair, repeating())[0, -9])
+    for model in (prepared_pair[0], stock_pair[0]):
+        model.generation_config.pad_token_id = token
+    assert compare(prepared_pair, stock_pair, lengths) > 0
+
+
+@pytest.mark.parametrize("threshold", [0.05, 0.4])
+def test_a_draft_below_the_threshold_is_the_last_one(threshold, trio, lengths):
+    assert compare(*trio(threshold=threshold, number=6), lengths) > CALLS
+    assert min(lengths.skipped) < 6
+
+
+def test_an_eos_token_is_the_last_draft(trio, lengths):
+    prepared_pair, stock_pair = trio(noise=0.05)
+    tokens = assisted(stock_pair, repeating())[0].tolist()
+    # the token that occurs first at the latest position
+    end = max(set(tokens), key=tokens.index)
+    for model in (prepared_pair[0], stock_pair[0]):
+        model.generation_config.eos_token_id, model.generation_config.pad_token_id = [end, 62], end
+    assert compare(prepared_pair, stock_pair, lengths, [repeating()] * CALLS) > 0
+    assert len(assisted(stock_pair, repeating())[0]) < len(tokens)
+
+
+def test_the_probabilities_of_all_drafts_determine_the_next_threshold(trio, lengths, monkeypatch):
+    """With scikit-learn, transformers adapts the threshold to the probabilities of accepted and rejected drafts."""
+    received = []
+
+    def roc_curve(matches, probabilities):
+        received.append((list(matches), list(probabilities)))
+        return torch.zeros(2).numpy(), torch.ones(2).numpy(), [0.06 + 0.01 * (len(received) % 3)] * 2
+
+    metrics = types.ModuleType("sklearn.metrics")
+    metrics.roc_curve = roc_curve
+    monkeypatch.setitem(sys.modules, "sklearn", types.ModuleType("sklearn"))
+    monkeypatch.setitem(sys.modules, "sklearn.metrics", metrics)
+    monkeypatch.setattr(candidate_generator, "is_sklearn_available", lambda: True)
+    monkeypatch.setattr(candidate_generator, "roc_curve", roc_curve, raising=False)
+    prepared_pair, stock_pair = trio(threshold=0.05, noise=0.3)
+    calls = [repeating(seed) for seed in range(CALLS)]
+    tokens = [assisted(prepared_pair, inputs) for inputs in calls]
+    ours = received[:]
+    received.clear()
+    expected, counts = drafted_by_stock(stock_pair, calls)
+    assert all(map(torch.equal, tokens, expected)) and lengths.all == counts and len(lengths.skipped) > CALLS
+    assert len(ours) > CALLS and [matches for matches, _ in ours] == [matches for matches, _ in received]
+    for (_, probabilities), (_, stock_probabilities) in zip(ours, received, strict=True):
+        assert probabilities == pytest.approx(stock_probabilities, rel=1e-5)
+
+
+def test_rounds_begin_before_transformers_prepares_them(trio, lengths, monkeypatch):
+    used, serves = [], drafting.Begun.serves
+
+    def counting(begun, *args, **kwargs):
+        used.append(serves(begun, *args, **kwargs))
+        return used[-1]
+
+    monkeypatch.setattr(drafting.Begun, "serves", counting)
+    skipped = compare(*trio(), lengths)
+    # At the end of a call, fewer drafts may be allowed than were launched.
+    assert len(used) - CALLS <= sum(used) and sum(used) > skipped / 2
+
+
+def test_a_round_that_began_with_other_tokens_is_not_used(trio, lengths, monkeypatch):
+    used, verified = [], Rounds.verified
+
+    def wrong(rounds, selected, on_host):
+        verified(rounds, (selected + 1) % 60, (on_host + 1) % 60)
+        used.append(rounds._drafts is not None and rounds._drafts._begun is not None)
+
+    monkeypatch.setattr(Rounds, "verified", wrong)
+    assert compare(*trio(), lengths) > CALLS and any(used)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_round_with_a_step_that_cannot_be_replayed_calls_generate(early, trio, lengths, monkeypatch):
+    advance, count = Runner.advance, [0]
+
+    def failing(runner, *args):
+        count[0] += 1
+        return None if count[0] % 7 == 0 else advance(runner, *args)
+
+    monkeypatch.setattr(Runner, "advance", failing)
+    if not early:
+        monkeypatch.setattr(drafting.Drafts, "begin", lambda *_, **__: None)
+    skipped = compare(*trio(), lengths)
+    assert skipped > 0 and count[0] > 7
+
+
+def refuse_nothing(monkeypatch, models):
+    return {}
+
+
+def set_generate(monkeypatch, models):
+    inherited = models[1].generate
+    monkeypatch.setattr(models[1], "generate", lambda *args, **kwargs: inherited(*args, **kwargs), raising=False)
+    return {}
+
+
+def replace_a_criterion(monkeypatch, models):
+    inherited = ConfidenceCriteria.__call__
+    monkeypatch.setattr(ConfidenceCriteria, "__call__", lambda *args, **kwargs: inherited(*args, **kwargs))
+    return {}
+
+
+def stream(monkeypatch, models):
+    return {"streamer": Streamer()}
+
+
+def require_tokens(monkeypatch, models):
+    for model in models:
+        model.generation_config.eos_token_id = 5
+    return {"min_new_tokens": NEW}
+
+
+def penalise(monkeypatch, models):
+    return {"repetition_penalty": 1.1}
+
+
+@pytest.mark.parametrize(
+    "changed, expected",
+    [
+        (refuse_nothing, True),
+        (set_generate, False),
+        (replace_a_criterion, False),
+        (stream, False),
+        (require_tokens, False),
+        (penalise, False),
+    ],
+)
+def test_what_generate_would_call_is_called(changed, expected, trio, lengths, monkeypatch):
+    prepared_pair, stock_pair = trio(threshold=0.01)
+    arguments = changed(monkeypatch, prepared_pair)
+    if "min_new_tokens" in arguments:
+        stock_pair[0].generation_config.eos_token_id = 5
+    for seed in range(CALLS):
+        tokens = assisted(prepared_pair, repeating(seed % 3), **arguments)
+    assert bool(lengths.skipped) is expected
+    if changed is not stream:
+        assert torch.equal(tokens, assisted(stock_pair, repeating(seed % 3), **arguments))
+
+
+def test_sampling_calls_generate(trio, lengths):
+    prepared_pair, _ = trio()
+    for seed in range(CALLS):
+        assisted(prepared_pair, repeating(seed % 3), seed=seed, do_sample=True)
+    assert lengths.skipped == [] and lengths.all
+
+
+def test_the_generator_is_stock_again_after_a_call(trio, lengths):
+    names = ("_generate_candidates", "update_candidate_strategy")
+    methods = [vars(candidate_generator.AssistedCandidateGenerator)[name] for name in names]
+    assert compare(*trio(), lengths) > 0
+    assert [vars(candidate_generator.AssistedCandidateGenerator)[name] for name in names] == methods
+
+
+def test_a_feature_that_is_not_supported_is_not_used(trio, lengths, monkeypatch):
+    monkeypatch.setattr(
+        drafting.features, "refuses", lambda feature: "unknown" if feature == drafting.FEATURE else None
+    )
+    assert compare(*trio(), lengths) == 0
+
+
+def test_a_schedule_looks_several_replays_ahead():
+    schedule = Schedule()
+    for call in range(4):
+        schedule.enter(call)
+        schedule.agreed()
+    schedule.enter(4)
+    # The interval is two replays now.
+    assert [schedule.due_in(4, replays) for replays in (1, 2, 3)] == [False, True, True]
+    schedule.count()
+    assert schedule.due_in(4)

@@ -99,7 +99,9 @@ def _jobs(modules: Sequence[str], architectures: Sequence[str] | None) -> Iterat
     try:
         importlib.import_module("triton")
     except ImportError as error:
-        raise ScriptError(f"the kernels are compiled by Triton\n  found  {error}\n\nhint: pip install triton") from None
+        raise ScriptError(
+            f"the kernels can't be compiled without Triton\n  found  {error}\n\nhint: pip install triton"
+        ) from None
     package = importlib.import_module(KERNELS)
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     unknown = set(modules) - set(names)
@@ -141,7 +143,7 @@ def _build(job: tuple[str, int, str]) -> Built:
 
 
 def _unknown(text: str, architecture: str) -> tuple[str, ...]:
-    """Return a tuple with an error if the tests can't execute this code, else (). It is parsed as in the tests."""
+    """Return a tuple with an error if the tests, which parse the code in the same way, can't execute it, else ()."""
     from tests.amdgcn.machine import Program, UnknownInstruction
 
     try:

@@ -69,7 +69,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("kernels", nargs="*", help="modules of kernels, such as norm (default: all)")
     parser.add_argument("--arch", action="append", help="an architecture such as gfx942 (default: all)")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes (default 2)")
+    parser.add_argument(
+        "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes (default: 2, or 1 on a single core)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     # Compile the kernels of this checkout.

@@ -59,7 +59,7 @@ class _Reader:
         arguments = forward.args
         names = [argument.arg for argument in arguments.args[1:]]
         cache = next((name for name in names if name in ("past_key_values", "past_key_value")), None)
-        # with a cache, arguments after it and after the mask are passed by keyword, and stock gets them in **kwargs
+        # with a cache, arguments after it and after the mask are passed by keyword, and stock receives them in **kwargs
         last = max(names.index(name) for name in (cache, "attention_mask") if name in names) if cache else len(names)
         kept = arguments.args[1 : last + 2]
         required = len(arguments.args) - len(arguments.defaults)

@@ -69,7 +69,9 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("kernels", nargs="*", help="modules of kernels, such as norm (default: all)")
     parser.add_argument("--arch", action="append", help="an architecture such as gfx942 (default: all)")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes (default 2)")
+    parser.add_argument(
+        "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="processes (default: 2, or 1 on a single core)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args(arguments)
     # Compile the kernels of this checkout.
@@ -99,7 +101,9 @@ def _jobs(modules: Sequence[str], architectures: Sequence[str] | None) -> Iterat
     try:
         importlib.import_module("triton")
     except ImportError as error:
-        raise ScriptError(f"the kernels are compiled by Triton\n  found  {error}\n\nhint: pip install triton") from None
+        raise ScriptError(
+            f"the kernels can't be compiled without Triton\n  found  {error}\n\nhint: pip install triton"
+        ) from None
     package = importlib.import_module(KERNELS)
     names = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     unknown = set(modules) - set(names)
@@ -141,7 +145,7 @@ def _build(job: tuple[str, int, str]) -> Built:
 
 
 def _unknown(text: str, architecture: str) -> tuple[str, ...]:
-    """Return a tuple with an error if the tests can't execute this code, else (). It is parsed as in the tests."""
+    """Return a tuple with an error if the tests, which parse the code in the same way, can't execute it, else ()."""
     from tests.amdgcn.machine import Program, UnknownInstruction
 
     try:

@@ -107,7 +107,7 @@ class Environment:
         """Run pip install with the constraints. Modules are compiled when they are first imported."""
         pip = [str(self.python), "-m", "pip", "install", "--no-compile", "--disable-pip-version-check"]
         command = [*pip, "--constraint", str(CONSTRAINTS), *map(str, requirements)]
-        run(command, failure="pip could not install what is needed")
+        run(command, failure="pip could not install the required packages")
 
 
 def base() -> Environment:

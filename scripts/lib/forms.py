@@ -1,7 +1,7 @@
 """The text of a definition in every release of transformers, and its changes between releases.
 
-The text has no comments, docstrings or function annotations, and a uniform layout, as for a digest. A body
-that consists only of a docstring is shown as `pass`.
+As for a digest, the text has no comments, docstrings or function annotations, and its layout is uniform. A body that
+consists only of a docstring is shown as `pass`.
 """
 
 from __future__ import annotations

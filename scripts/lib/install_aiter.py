@@ -125,9 +125,7 @@ def _unchecked(release: str) -> list[str]:
 
     if Version(release) <= Version(NEWEST_AITER):
         return []
-    return [
-        f"{release} is newer than {NEWEST_AITER}, the last checked release, so it is used only with HF_ROCM_TIER=aiter"
-    ]
+    return [f"{release} is newer than {NEWEST_AITER}, the last checked release: set HF_ROCM_TIER=aiter to use it"]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Check that hf_rocm is not slower than stock in cases that it serves but does not record.
+"""Check that hf_rocm is not slower than stock in cases that it serves, mostly without recordings.
 
 For example, hooks, forwards of other libraries or returned hidden states prevent decode steps from being recorded. With
 the remaining changes (fused weights, kernels, inputs prepared once), no case may be slower than stock.
@@ -73,7 +73,7 @@ def patched(model: Any) -> None:
 
 
 def liger(model: Any) -> None:
-    """Apply Liger-Kernel to the instances of a model."""
+    """Apply Liger-Kernel to the modules of a model."""
     monkey_patch: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
     apply = monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN[model.config.model_type]
     apply(model=model, rope=False, cross_entropy=False, fused_linear_cross_entropy=False)

@@ -28,14 +28,14 @@ def scale(call: Call) -> Call:
 
 
 def window(call: Call) -> Call:
-    """A sliding window, given as a number or in the mask, is ignored: a query also sees older keys."""
+    """A sliding window, given as a number or in the mask, is ignored: a query also attends to older keys."""
 
     def changes(terms: dict[str, Any]) -> dict[str, Any]:
         changed: dict[str, Any] = {} if terms["window"] is None else {"window": None}
         given = terms.get("mask")
         if given is not None:
             hidden = given != 0 if given.dtype.is_floating_point else ~given.bool()
-            # hidden keys that at least two earlier queries see; one is not enough, as a padding query may see itself
+            # hidden keys to which two or more earlier queries attend; one may be a padding query that attends to itself
             older = (~hidden).int().cumsum(dim=-2).ge(2) & hidden
             if older.any():
                 changed["mask"] = given.masked_fill(older, 0.0 if given.dtype.is_floating_point else True)

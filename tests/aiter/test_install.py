@@ -49,7 +49,7 @@ def test_the_build_on_pypi_is_reported_with_its_limitations(installer, machine):
 
 
 def test_an_unchecked_release_is_reported(installer, machine):
-    note = "0.1.22 is newer than 0.1.21.dev46, the last checked release, so it is used only with HF_ROCM_TIER=aiter"
+    note = "0.1.22 is newer than 0.1.21.dev46, the last checked release: set HF_ROCM_TIER=aiter to use it"
     assert note in installer.plan(machine, release="0.1.22").notes
     assert not any("newer" in note for note in installer.plan(machine).notes)
 

@@ -168,7 +168,9 @@ def test_without_the_real_model_the_demo_continues(lib, capsys, monkeypatch):
     from lib.console import ScriptError
 
     def install(*requirements):
-        raise ScriptError("pip could not install what is needed\n  exit     1\n  | ERROR: No matching distribution")
+        raise ScriptError(
+            "pip could not install the required packages\n  exit     1\n  | ERROR: No matching distribution"
+        )
 
     environment = SimpleNamespace(
         site_packages=lib.folder, is_made_from=lambda *_, **__: False, install=install, record=pytest.fail

@@ -2,9 +2,9 @@
 
 The second call with the same shapes, flags and host reads is observed and recorded, and the third is the first to be
 replayed. Calls of encoders that differ only in length are padded and share a recording; see `padding`.
-`generation.schedule` decides when a replay is compared with an uncaptured forward again. The kernels of a replay are
-queued before the model's state is compared, so that the host compares it while the device computes. A replay writes
-only to memory of recordings, and its results are dropped if the state differs.
+`generation.schedule` decides which replays are compared with an uncaptured forward. The kernels of a replay are queued
+before the model's state is compared, so that the host compares it while the device computes. A replay writes only to
+the memory of recordings, and its results are dropped if the state differs.
 """
 
 from __future__ import annotations

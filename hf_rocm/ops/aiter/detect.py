@@ -117,7 +117,7 @@ def release() -> Release:
 
 @cache
 def load() -> Release | str:
-    """Import aiter, once. Returns the reason, in a sentence, if it is not installed or can't be imported."""
+    """Import aiter, once. Returns the release, or the reason (a sentence) why it can't be used."""
     facts = aiter_facts()
     if facts.path is None:
         return "aiter is not installed (scripts/install-aiter, or pip install amd-aiter)"

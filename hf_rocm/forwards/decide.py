@@ -1,4 +1,4 @@
-"""Decide which models and calls are recorded, and why others run uncaptured. A reason is a sentence or None."""
+"""Determine which models and calls are recorded, and why others run uncaptured. A reason is a sentence or None."""
 
 from __future__ import annotations
 

@@ -2,9 +2,9 @@
 
 The second call with the same shapes, flags and host reads is observed and recorded, and the third is the first to be
 replayed. Calls of encoders that differ only in length are padded and share a recording; see `padding`.
-`generation.schedule` decides when a replay is compared with an uncaptured forward again. The kernels of a replay are
-queued before the model's state is compared, so that the host compares it while the device computes. A replay writes
-only to memory of recordings, and its results are dropped if the state differs.
+`generation.schedule` decides which replays are compared with an uncaptured forward. The kernels of a replay are queued
+before the model's state is compared, so that the host compares it while the device computes. A replay writes only to
+the memory of recordings, and its results are dropped if the state differs.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _Lookup(NamedTuple):
 def _recorded(model: Any, state: State, user_call: _UserCall) -> Any:
     """Return the output, or `_NOT_REPLAYED` if the stock method must run."""
     if state.disabled is not None:
-        # Another thread has disabled recording while this one waited.
+        # Another thread disabled recording while this one waited.
         return _NOT_REPLAYED
     snapshot = state.snapshots[-1] if state.snapshots else None
     if snapshot is None or not snapshot.in_place():
@@ -235,7 +235,7 @@ def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: P
             recording = RecordedForward(state.recorder(), call.inputs, call.forward, observed, snapshot.tensors)
         except Unrecordable as error:
             reason = str(error)
-        except Exception as error:  # noqa: BLE001  the forward itself has just run, so its recording failed
+        except Exception as error:  # noqa: BLE001  the forward itself has just succeeded, so its recording failed
             reason = f"the forward can't be recorded: {first_line(error)}"
             _log.warning("%s: %s", state.name, reason)
         else:
@@ -278,9 +278,10 @@ def _padding_agrees(
 
 
 def _compare(model: Any, state: State, key: Hashable, path: Path, recording: RecordedForward, call: _Call) -> Any:
-    """Replay the call and compare the result with an uncaptured run. A padded call is also run and compared unpadded.
+    """Replay the call and compare the result with an uncaptured run.
 
-    Returns the result of the uncaptured, unpadded run.
+    For a padded call, also compare the padded forward with the unpadded one. Returns the result of the uncaptured,
+    unpadded run.
     """
     compared = recording.compare(call.forward, call.inputs)
     schedule = recording.schedule
@@ -329,7 +330,7 @@ def _is_timed(device: torch.device) -> bool:
 def _against_unpadded(device: torch.device, recording: RecordedForward, call: _Call) -> tuple[Any, bool]:
     """Return the output of the unpadded call, and whether the replay of its padded form takes longer.
 
-    If a GPU needs longer for the unpadded call than the host needs to launch it, padding only adds work.
+    If the GPU takes longer to run the unpadded call than the host takes to launch it, padding only adds work.
     """
     output, unpadded = _timed(device, lambda: call.user_call())
     replays = [_timed(device, lambda: recording.copies(call.inputs.tensors, call.padded))[1] for _ in range(2)]

@@ -67,7 +67,7 @@ class State:
         self.lock = threading.RLock()
         self.disabled: str | None = None  # why recording has stopped
         self.recorded = 0
-        self.replayed = 0  # the number of replays, except those before a recording's first comparison passed
+        self.replayed = 0  # the number of replays, except those before a recording passed its first comparison
         self.compared = 0  # the number of these replays that were compared
         self.turned_away: Counter[str] = Counter()  # reason → the number of calls that ran uncaptured
         self.padded: Counter[int] = Counter()  # length → the number of calls that were padded to it
@@ -118,7 +118,7 @@ class State:
         return self.unpadded or self._paddable[snapshot.number]
 
     def lengths_differ(self, key: Hashable, length: int) -> bool:
-        """Return whether an earlier call with the same padded form had a different length. Stores the first length."""
+        """Return whether the first call with the same padded form had a different length. Stores the first length."""
         first = self._lengths.setdefault(key, length)
         while len(self._lengths) > _SEEN:
             self._lengths.popitem(last=False)

@@ -104,8 +104,7 @@ def _sum(output: Tensor, residual: Tensor, dropout: Any) -> Tensor:
 def _terms(norm: Any, output: Tensor, residual: Tensor, dropout: Any) -> _Terms | None:
     """Return the arguments of the norm, or None if the modules must be called; for a LayerNorm, `explain` shows why.
 
-    Returns None, without a reason, under torch.export and while torch.compile traces, which fuses the sum and the norm
-    itself.
+    Returns None, without a reason, under torch.export and under torch.compile, which fuses the sum and the norm itself.
     """
     if norm.__class__ is not LayerNorm or compiling() or compiler._is_compiling_flag:
         return None

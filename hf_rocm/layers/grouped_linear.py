@@ -67,7 +67,7 @@ def project(
     if not sizes:
         # Another thread has dropped the group.
         return None
-    # A view takes more than 1 µs of host time; Tensor.split, which is Python, takes twice that.
+    # A view takes more than 1 µs of host time; Tensor.split, which is written in Python, takes twice that.
     if head_dim is None:
         return joined.split_with_sizes(sizes, -1)
     heads = joined.view((*joined.shape[:-1], joined.shape[-1] // head_dim, head_dim)).transpose(1, 2)

@@ -177,6 +177,6 @@ def dropout_reason(dropout: Any) -> str | None:
 
 @constant_in_traces
 def is_stock(kind: type) -> bool:
-    """Like `replacements.unchanged`, with one Python call fewer, because every layer of an uncaptured step calls it."""
+    """Like `replacements.unchanged`, with one fewer Python call, because every layer of an uncaptured step calls it."""
     watch = watches.get(kind)
     return unchanged(kind) if watch is None else watch.unchanged() or watch.holds()

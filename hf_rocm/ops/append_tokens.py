@@ -24,9 +24,9 @@ def append_tokens(
     """Append a token to every row, and determine which rows are still unfinished.
 
     ids: [B, S]; tokens: [B]; unfinished: [B], 1 for rows that have not ended, else 0. ends: [E], the tokens that end a
-    row, or None. pad: [], the token of rows that have ended, or None if these rows also get their tokens in `tokens`.
-    All tensors are int64. Returns (ids [B, S + 1], unfinished [B], whether no row is unfinished, [] bool), all new
-    tensors.
+    row, or None. pad: [], the token of rows that have ended, or None if these rows also take their tokens from
+    `tokens`. All tensors are int64. Returns (ids [B, S + 1], unfinished [B], whether no row is unfinished, [] bool),
+    all new tensors.
     """
     result: tuple[Tensor, Tensor, Tensor] = _operation.calls[_specification(ids, tokens, unfinished, ends, pad)](
         ids, tokens, unfinished, ends, pad

@@ -56,7 +56,7 @@ def attend_into_cache(
     with `once`; the rotation is not interleaved. keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]; both are written to,
     and their last stride must be 1. lengths: [1] int32 or int64, the number of keys of every row, including the new
     ones. position: [S] int64, the rows of the cache for the new keys, which must be the last S of the first
-    min(lengths, L) rows; the Triton tier does not write a key with another row, and then returns NaN. The other
+    min(lengths, L) rows; for any other row, the Triton tier does not write the key, and returns NaN. The other
     arguments are those of the two operations.
 
     No tensor is read on the host. Returns [B, S, H, D_v]. Raises `OptionError` if the norms differ in kind.

@@ -1,4 +1,4 @@
-"""The bits of tensors as integers, and sums over all elements that a GPU computes with two kernels."""
+"""The bits of tensors as integers, and sums over all elements, which a GPU computes with two kernels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Whether an operation must run as if it were captured in a graph, where the host can't read tensors.
 
 Some operations read a tensor on the host to choose a faster kernel, except while a graph is being recorded. An
-uncaptured run that is compared with a recorded graph must not read it either, because another kernel would round
-differently.
+uncaptured run that is compared with a recorded graph must not read tensors either, because another kernel would
+round differently.
 """
 
 from __future__ import annotations

@@ -221,8 +221,8 @@ def _requires_grad(*tensors: Tensor | None) -> bool:
 def fused_linear_serves(x: Tensor) -> bool:
     """Whether a kernel can compute a GEMM of x together with its norm, gate and residual sum, judged by x alone.
 
-    x: [..., K]. False for more than `FEW` rows or none, while torch.compile traces, because it fuses these operations
-    itself, under torch.export, and while gradients are enabled.
+    x: [..., K]. False for more than `FEW` rows or none, while gradients are enabled, under torch.export, and under
+    torch.compile, which fuses these operations itself.
     """
     if compiling() or compiler._is_compiling_flag or torch.is_grad_enabled():
         return False

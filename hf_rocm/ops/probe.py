@@ -1,4 +1,4 @@
-"""First-use checks: a kernel runs a small call of the same kind, and the result is compared with the eager tier.
+"""First-use checks: a kernel runs a small call of the same kind, and its result is compared with the eager tier's.
 
 A kernel may take minutes to build, and may hang or crash, so the check runs in a child process with a time-out. Passed
 checks are stored on disk for this GPU, its driver and the installed releases (`probe_cache`). A failed check

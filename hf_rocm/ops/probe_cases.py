@@ -42,7 +42,7 @@ def check(operation: str, tier: str, name: str, values: tuple[Any, ...]) -> str 
         for case in known.cases(spec):
             try:
                 actual = _run(call, case, torch.Tensor.clone, spec)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - kernels raise anything, failed builds exit
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - kernels may raise anything, failed builds exit
                 lines = str(error).strip().splitlines() or ["no message"]
                 return f"it raised {type(error).__name__}: {lines[0]}"
             expected = _run(eager, case, torch.Tensor.double, spec)

@@ -1,6 +1,6 @@
 """round_rows: the inputs of 8-bit GEMMs, each row rounded with its own scale.
 
-In PyTorch this takes six operations, which read and write about six times as many bytes as one kernel.
+In PyTorch this takes six to eight operations, which read and write five to eight times as many bytes as one kernel.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def release() -> Release:
 
 @cache
 def load() -> Release | str:
-    """Import aiter, once. Returns the reason, in a sentence, if it is not installed or can't be imported."""
+    """Import aiter, once. Returns the release, or the reason (a sentence) why it can't be used."""
     facts = aiter_facts()
     if facts.path is None:
         return "aiter is not installed (scripts/install-aiter, or pip install amd-aiter)"
@@ -132,7 +132,7 @@ def load() -> Release | str:
         package = importlib.import_module("aiter")
         # This import registers gemm_a16w16.
         importlib.import_module("aiter.tuned_gemm")
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - modules raise any error, and a failed build exits
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - modules may raise any error, and a failed build exits
         options.use_tuned_table(None)
         return f"{name} can't be imported here: {type(error).__name__}: {_first_line(error)}"
     finally:
@@ -169,8 +169,8 @@ def _function(package: object, name: str) -> Function | None:
 def _tidy(before: list[str]) -> None:
     """Move the folders that aiter inserted into sys.path to the end of sys.path.
 
-    Their modules have very common names and would shadow others. They are not removed, because aiter's builds import
-    them later.
+    Their modules have very common names and would shadow others. The folders are not removed, because aiter's builds
+    import from them later.
     """
     added = [entry for entry in sys.path if entry not in before]
     sys.path[:] = [entry for entry in sys.path if entry in before] + added

@@ -35,7 +35,7 @@ def launch(
 ) -> None:
     """Launch a `@triton.jit` kernel on the current device.
 
-    arguments: the first arguments of its signature: tensors, numbers and None, beginning with a tensor of that device.
+    arguments: the first arguments of its signature: tensors, numbers and None, beginning with a tensor on that device.
     constants: all other arguments, in the order of the signature, hashable. grid: one to three sizes. contract: whether
     a product and a sum may be fused into one operation with one rounding. forms: the `form` of the arguments, or any
     other key that distinguishes the same cases, if the caller can compute it faster.

@@ -30,7 +30,7 @@ DEQUANTIZE = "dequantize, F.linear"
 
 # The smallest K of a matrix instruction.
 _SHORTEST_RUN = 16
-# The most columns of an 8-bit W that `few_rows` processes at a time.
+# The largest number of columns of an 8-bit W that `few_rows` processes at a time.
 _EVEN = 512
 # The number of columns that a program of `sum_parts` computes.
 _SUMMED = 512

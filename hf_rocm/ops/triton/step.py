@@ -25,7 +25,7 @@ MOST = 256
 PROGRAMS = 512
 # The largest number of EOS tokens.
 MOST_ENDS = 16
-# The length of the longest n-gram that is searched.
+# The length of the longest n-gram that is searched for.
 MOST_NGRAM = 8
 # The largest number of positions and lengths.
 MOST_CLOCKS = 4096

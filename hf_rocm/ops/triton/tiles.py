@@ -315,7 +315,7 @@ def plan(
     # An estimate for AMD: each program has fewer bytes in flight.
     room = units if arch is None else 2 * units
     if arch is None and keys in SHORT and b * kv_heads * pieces <= FEW_PIECES:
-        # Latency limits the time; measured with 1152 keys.
+        # Latency-bound; measured with 1152 keys.
         block, room = min(block, 32), 3 * units
     splits = _splits(b * kv_heads * pieces, -(-keys // block), room)
     return Plan(block_rows, block, pieces, splits, 8 if radeon else 4, 3 if arch is None else 2)
@@ -340,7 +340,7 @@ class FlashTile(NamedTuple):
 
 
 def flash_tile(dim: int, size: int, arch: str | None) -> FlashTile:
-    """The tile for this head dim (the larger one) and this number of bytes of an element.
+    """The tile for this head dim (the larger one) and this number of bytes per element.
 
     arch: the gfx name of an AMD GPU, or None. On AMD, the compiler does not spill registers with these tiles, and their
     blocks fit into 64 KiB of local memory; nothing was measured there.

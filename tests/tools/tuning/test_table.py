@@ -60,7 +60,7 @@ DAMAGES = [
     ({"bpreshuffle": "0.0"}, "bpreshuffle is '0.0'"),
     ({"dtype": "bf16"}, "dtype is 'bf16', which aiter never looks up; expected, for example, torch.bfloat16"),
     ({"outdtype": "dtypes.bf16"}, "outdtype is 'dtypes.bf16'"),
-    ({"libtype": "rocblas"}, "libtype is 'rocblas'; this release has asm"),
+    ({"libtype": "rocblas"}, "libtype is 'rocblas'; this release supports asm"),
     ({"solidx": "x"}, "solidx is 'x'"),
     ({"splitK": -1}, "splitK is '-1'"),
     ({"us": "fast"}, "us is 'fast', not a number"),

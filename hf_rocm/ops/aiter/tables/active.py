@@ -95,7 +95,7 @@ def _read_optional(role: str, path: Path, release: Release) -> list[tuple[str, T
     if table.problems:
         line, text = table.problems[0]
         warnings.warn(
-            f"hf_rocm: {len(table.problems) + table.more_problems} lines of {path} are ignored; line {line}: {text}",
+            f"hf_rocm: ignored {len(table.problems) + table.more_problems} of the lines of {path}; line {line}: {text}",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -280,7 +280,7 @@ def _time_of(values: dict[str, str], layout: Layout, known: frozenset[str]) -> f
     """Check the tuned kernel of a row. Returns its time in µs, or None if the tuner found no kernel."""
     library = values["libtype"]
     if library not in known:
-        raise _FieldError(f"libtype is {_short(library)}; this release has {', '.join(sorted(known))}")
+        raise _FieldError(f"libtype is {_short(library)}; this release supports {', '.join(sorted(known))}")
     _whole(values, "solidx", -1)
     if "splitK" in layout.tuned and values["splitK"] not in _EMPTY:
         _whole(values, "splitK", 0)

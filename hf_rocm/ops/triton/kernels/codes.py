@@ -1,4 +1,4 @@
-"""Numbers of 4-bit codes, from a table of 16 that lies in registers.
+"""Look up the numbers of 4-bit codes in a table of 16 numbers in registers.
 
 AMD and NVIDIA GPUs have an instruction that selects four of eight bytes, and thus looks up one byte of four numbers in
 one half of the table. A second such instruction looks them up in the other half, and a third one selects between the

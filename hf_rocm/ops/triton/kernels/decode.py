@@ -260,7 +260,7 @@ def decode_kernel(
 
 @triton.jit
 def _softmax(scores, peak, total):
-    """Add a block of scores, [ROWS, keys], to a softmax of which the largest score and the sum are known.
+    """Add a block of scores, [ROWS, keys], to a softmax, given its largest score and its sum so far.
 
     Returns the exponentials, the factor of the sums so far, and the new largest score and sum.
     """

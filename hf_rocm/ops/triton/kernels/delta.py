@@ -37,7 +37,7 @@ def convolution_kernel(
     TAPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """For one head, append its inputs to the state, convolve, apply silu, and scale queries and keys to norm 1."""
+    """For one head, append its inputs to the state, convolve, apply silu, and scale queries and keys to unit norm."""
     batch = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     dim = tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""RMSNorm of rows, also before or after a residual sum or both, and LayerNorm of a residual sum, each in one pass."""
+"""RMSNorm of rows, with or without a residual sum, and LayerNorm of a residual sum, each in one pass."""
 
 from __future__ import annotations
 

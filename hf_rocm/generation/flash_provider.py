@@ -74,13 +74,13 @@ def switch_off(model: Any) -> None:
 
 
 def unavailable() -> str | None:
-    """Return a sentence about why this process does not serve `flash_attention_2`, or None if it does."""
+    """Return why this process does not serve `flash_attention_2`, or None if it does."""
     if _installed():
         return "the flash-attn package is installed, and transformers uses it"
     if not hasattr(sys.modules.get(_UTILS) or importlib.import_module(_UTILS), "_flash_with_kvcache_fn"):
         return "this release of transformers has no paged flash attention (5.9 and later have it)"
     if find_spec(_BATCHING) is None:
-        return "continuous batching in this release of transformers has no path for it (5.9 and later have it)"
+        return "before transformers 5.9, continuous batching can't use hf_rocm's flash attention"
     return features.refuses(_FEATURE)
 
 

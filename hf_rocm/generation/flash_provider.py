@@ -63,7 +63,7 @@ def switch_on(model: Any, mode: str) -> None:
 
 
 def switch_off(model: Any) -> None:
-    """Undo `switch_on`. A model that uses these functions returns to the implementation that it had before `prepare`."""
+    """Undo `switch_on`. A model with these functions returns to the implementation that it had before `prepare`."""
     if MARK in model.__dict__ and unavailable() is None and model.config._attn_implementation in _names():
         model.set_attn_implementation(model.__dict__.get(_DEFAULT, "sdpa"))
     for part in _models(model):

@@ -76,7 +76,7 @@ def __dir__() -> list[str]:
 
 
 def _prepare_from_block() -> None:
-    """Switch `auto_prepare` on for `HF_ROCM_AUTO=1`. `overlay.bind` calls it from here to avoid an import cycle."""
+    """Switch `auto_prepare` on for `HF_ROCM_AUTO=1`. `overlay.bind` calls this function to avoid an import cycle."""
     from hf_rocm.loading import auto
 
     auto.switch_on_from_block()

@@ -97,7 +97,7 @@ def not_loaded(model: str | os.PathLike[str], because: str = "") -> LoadError:
     return LoadError(
         f"no model could be loaded from {str(model)!r}",
         facts={"found": "the folder does not exist"} if _no_folder(model) else {"transformers error": because},
-        hint="check the name or the path; the folder must contain config.json and its weights (model.safetensors)",
+        hint="check the name or the path; the folder must contain config.json and the weights (model.safetensors)",
     )
 
 

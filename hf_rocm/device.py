@@ -112,7 +112,7 @@ def free_memory(device: torch.device) -> int:
 def available() -> int:
     """Return Linux's estimate of how many bytes of the host's memory can be used without swapping.
 
-    Returns the size of the host's memory if Linux gives no estimate.
+    Returns the size of the host's memory if Linux provides no estimate.
     """
     match = re.search(r"^MemAvailable:\s+(\d+) kB", system_file("/proc/meminfo") or "", re.MULTILINE)
     return int(match[1]) * 1024 if match else _host_memory()

@@ -89,7 +89,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
         f"{_GENERATION}_prefill_chunking",
         *_STATIC_CACHES,
     ),
-    # caches that a call passes or returns: new keys and values are written back with the cache's own `update`
+    # caches that a call receives or returns: new keys and values are written back with the cache's own `update`
     "user_caches": (
         *(f"{_CACHES}{name}" for name in ("DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer")),
         *_STATIC_CACHES,

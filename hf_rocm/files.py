@@ -151,7 +151,7 @@ def open_own(path: Path) -> int | None:
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Return whether the file is a regular one and belongs to this user or to root."""
+    """Return whether this is a regular file that belongs to this user or to root."""
     return stat.S_ISREG(status.st_mode) and status.st_uid in (os.geteuid(), 0)
 
 
@@ -185,7 +185,8 @@ def poll(
 ) -> T | None:
     """Call `attempt` until it returns a value other than None. Returns that value, or None after `timeout` seconds.
 
-    `attempt` is called at least once. waiting: called before every pause with the seconds since the first attempt.
+    `attempt` is called at least once. waiting: a function that is called before every pause with the number of
+    seconds since the first attempt.
     """
     began = time.monotonic()
     while (result := attempt()) is None:

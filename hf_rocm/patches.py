@@ -38,9 +38,9 @@ _log = logging.getLogger("hf_rocm")
 class Change:
     """A change of one attribute of a class or a module. For entries of a mapping see `Entry`.
 
-    make: called once with the change; returns the replacement. The replacement reads `change.live` on every call and
-    calls `change.original` (see `call_of`) if `live` is false. The executor keeps `original` up to date: it is the
-    value below the replacement, which may be another change's replacement.
+    make: a function that is called once with the change and returns the replacement. The replacement reads
+    `change.live` on every call and calls `change.original` (see `call_of`) if `live` is false. The executor keeps
+    `original` up to date: it is the value below the replacement, which may be another change's replacement.
     key: changes of one attribute with the same key are one change. The second is not applied; its user is added to the
     users of the first.
     """
@@ -320,7 +320,7 @@ def _beneath(value: Any, place: tuple[int, Hashable]) -> Any:
 def _report(left: list[Change]) -> None:
     for change in left:
         _log.warning(
-            "%s was replaced by other code after hf_rocm; that code's value stays, and hf_rocm's wrapper only calls "
-            "the original",
+            "%s was replaced by other code after hf_rocm had replaced it; that code's value stays, and hf_rocm's "
+            "wrapper only calls the original",
             change,
         )

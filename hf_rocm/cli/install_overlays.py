@@ -16,14 +16,14 @@ def install_overlays(
     skip_changed: Annotated[
         bool,
         typer.Option(
-            "--skip-changed", help="Skip models whose files were changed, upstream or here, and install the others."
+            "--skip-changed", help="Skip models whose files were changed, upstream or locally, and install the others."
         ),
     ] = False,
     dry_run: DryRun = False,
     everything: Everything = False,
     json: Json = False,
 ) -> None:
-    """Add a ROCm path to transformers' modeling files. Without ROCm they stay stock.
+    """Add a ROCm path to transformers' modeling files. Without ROCm, models stay stock.
 
     Without MODEL, all overlays for the installed release are installed. All files are checked before the first one is
     written.

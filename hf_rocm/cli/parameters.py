@@ -47,7 +47,7 @@ ConfigName = Annotated[
     typer.Option(
         "--config",
         metavar="NAME",
-        help=f"Random weights in a known shape: {', '.join(SHAPES)}.",
+        help=f"Use random weights in one of these shapes: {', '.join(SHAPES)}.",
         autocompletion=lambda: list(SHAPES),
     ),
 ]
@@ -59,7 +59,7 @@ DeviceName = Annotated[
     typer.Option("--device", metavar="DEVICE", help="The device of the model (default: the GPU, else the CPU)."),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Use the ROCm path even without ROCm.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done without writing anything.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, without writing anything.")]
 Everything = Annotated[bool, typer.Option("--all", "-v", help="List every model.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 DtypeName = Annotated[

@@ -78,7 +78,7 @@ def _refusal(config: Any, size: int, wrong: Mapping[str, list[int]], counts: Map
     numbers = {name: ", ".join(map(str, dict.fromkeys(heads))) for name, heads in wrong.items()}
     counted = " and ".join(f"{value} ({name})" for name, value in numbers.items())
     return RankError(
-        f"{counted} heads can't be divided among {size} ranks",
+        f"the attention heads can't be divided among {size} ranks: {counted}",
         facts={
             "model": getattr(config, "model_type", type(config).__name__),
             **numbers,

@@ -30,9 +30,10 @@ _log = logging.getLogger("hf_rocm")
 def together(arguments: Mapping[str, Any], config: Callable[[], Any], *, served: bool) -> Iterator[None]:
     """Coordinate the ranks that load the same model within the block.
 
-    arguments: those of hf_rocm and transformers, as the user gave them. config: returns the model's config, or None
-    if it has none. served: False if the model stays stock; in that case, the ranks are not compared. Raises
-    the same `RankError` on every rank that joined. A rank that can't reach the store raises a different one.
+    arguments: those of hf_rocm and transformers, as the user gave them. config: a function that returns the model's
+    config, or None if it has none. served: False if the model stays stock; in that case, the ranks are not compared.
+    If the ranks can't run the model together, raises the same `RankError` on every rank that joined. A rank that can't
+    reach the store raises a different one.
     """
     here = place()
     if here is None:

@@ -79,7 +79,7 @@ class Layer:
         self.rows += rows
 
     def move_window(self, window: int) -> None:
-        """Move the rows that later queries still see to the front."""
+        """Shift the rows that later queries still see, so that they start at row 0."""
         visible = min(self.rows, window)
         for buffer in self.buffers:
             buffer[:, :, :visible].copy_(buffer[:, :, self.rows - visible : self.rows].clone())

@@ -42,7 +42,7 @@ class CrossCache(Cache):
 
     def __init__(self, layers: int) -> None:
         self.layers: Any = [CrossLayer() for _ in range(layers)]
-        self.moved = False  # whether a buffer was allocated since this flag was last reset
+        self.moved = False  # whether a buffer has been allocated since this flag was last reset
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

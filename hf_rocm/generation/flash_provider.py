@@ -63,7 +63,7 @@ def switch_on(model: Any, mode: str) -> None:
 
 
 def switch_off(model: Any) -> None:
-    """Undo `switch_on`. A model that uses these functions gets back the implementation that it had before `prepare`."""
+    """Undo `switch_on`. A model with these functions returns to the implementation that it had before `prepare`."""
     if MARK in model.__dict__ and unavailable() is None and model.config._attn_implementation in _names():
         model.set_attn_implementation(model.__dict__.get(_DEFAULT, "sdpa"))
     for part in _models(model):
@@ -74,13 +74,13 @@ def switch_off(model: Any) -> None:
 
 
 def unavailable() -> str | None:
-    """Return a sentence about why this process does not serve `flash_attention_2`, or None if it does."""
+    """Return why this process does not serve `flash_attention_2`, or None if it does."""
     if _installed():
         return "the flash-attn package is installed, and transformers uses it"
     if not hasattr(sys.modules.get(_UTILS) or importlib.import_module(_UTILS), "_flash_with_kvcache_fn"):
         return "this release of transformers has no paged flash attention (5.9 and later have it)"
     if find_spec(_BATCHING) is None:
-        return "continuous batching in this release of transformers has no path for it (5.9 and later have it)"
+        return "before transformers 5.9, continuous batching can't use hf_rocm's flash attention"
     return features.refuses(_FEATURE)
 
 

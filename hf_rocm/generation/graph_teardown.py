@@ -1,4 +1,4 @@
-"""Release recordings that contain collectives before their process group is destroyed, which would otherwise deadlock.
+"""Release recordings that contain collectives before their process group is destroyed, to prevent a deadlock.
 
 NCCL and RCCL count the graphs that contain their collectives, and destroy a communicator only when none is left. So
 while such recordings exist, every function that destroys a process group first releases the group's recordings, and

@@ -129,5 +129,5 @@ def refuses(config: Any) -> str | None:
     if config.model_type not in MODELS:
         return f"the recurrent states of {config.model_type} are not recorded"
     if before("5.16"):
-        return "before transformers 5.16 its recurrent states have a different layout"
+        return "before transformers 5.16, its recurrent states have a different layout"
     return features.refuses("recurrent_states")

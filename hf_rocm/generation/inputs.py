@@ -3,7 +3,7 @@
 transformers prepares every step from scratch: it reads signatures and configs, slices and copies tensors, and builds
 the masks, mostly while the GPU waits. Here transformers prepares the first step of a call. If its masks and positions
 are those of sequences with or without left padding, the following steps get the same arguments in resident tensors.
-These are advanced after the previous step was launched, while the GPU still computes it, or, in steps that verify
+These are advanced after the previous step is launched, while the GPU is still computing it, or, in steps that verify
 drafts, when the drafts are known. transformers prepares all other steps.
 """
 

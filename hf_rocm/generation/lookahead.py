@@ -57,7 +57,7 @@ def refuses(arguments: Mapping[str, Any], observer: str | None) -> str | None:
     between two steps, or None.
     """
     if arguments["generation_config"].prompt_lookup_num_tokens is None:
-        return "an assistant drafts"
+        return "an assistant drafts the tokens"
     if type(arguments.get("past_key_values")) is not DecodeCache:
         return "the model is an encoder-decoder model, or has recurrent states"
     return None if observer is None else f"{observer} may change what the next step reads"

@@ -1,10 +1,9 @@
 """The rows of transformers' loops: which rows are unfinished and, in the sampling loop, the tokens so far.
 
-After the choice of the next tokens, the sampling loop gives the padding token to rows that have ended, appends the
-tokens, calls the stopping criteria, and checks whether any row is unfinished. This takes five to eleven kernels
-between two recorded steps. Here, stand-ins represent the values in between, and appending the tokens computes all
-of them in one kernel (`ops.append_tokens`). Any other use of a stand-in computes the value with
-transformers' operations.
+After the choice of the next tokens, the sampling loop pads rows that have ended, appends the tokens, calls the stopping
+criteria, and checks whether any row is unfinished. This takes five to eleven kernels between two recorded steps. Here,
+stand-ins represent the values in between, and appending the tokens computes all of them in one kernel
+(`ops.append_tokens`). Any other use of a stand-in computes the value with transformers' operations.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class Rows:
 
     @property
     def active(self) -> bool:
-        """Whether the loop gets stand-ins. False once the kernel has refused the rows of this call."""
+        """Whether the loop receives stand-ins. False once the kernel has refused the rows of this call."""
         return self._serves is not False
 
     def append(self, ids: Tensor, tokens: Tensor, unfinished: Tensor, pad: Tensor | None) -> Tensor | None:
@@ -59,7 +58,7 @@ class Rows:
         Also returns None if criteria other than one `EosTokenCriteria` may end a row.
 
         unfinished: the unfinished rows before this step, [B]. pad: the padding token, [], or None if the loop does not
-        give it to rows that have ended.
+        pad rows that have ended.
         """
         method = self._ends()
         ends = False if method is None else method(ids.shape[1] + 1)
@@ -91,7 +90,7 @@ class Rows:
 
 
 class Tokens(StandIn):
-    """The next tokens as the loop receives them, [B], before it gives the padding token to rows that have ended."""
+    """The next tokens as the loop receives them, [B], before it pads rows that have ended."""
 
     def __init__(self, rows: Rows, tokens: Tensor) -> None:
         self.rows, self._tokens = rows, tokens

@@ -243,7 +243,7 @@ class Step:
         return self._columns[:, : self._width]
 
     def _rows(self, cache: Any, tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """For every kind of layer, the number of keys that attention gets and the position of the first one."""
+        """For every kind of layer, the number of keys that attention receives and the position of the first one."""
         # The mask of a sliding layer that rolls has no base.
         if not isinstance(cache, DecodeCache):
             return self._form.widths, (0,) * len(self._form.kinds)

@@ -33,8 +33,8 @@ class Source(NamedTuple):
 class Form(NamedTuple):
     """The properties that determine the tensors of a step.
 
-    rows: the number of rows of its position_ids, 0 without them. widths: the number of keys that attention gets, per
-    kind of layer. rolling: whether sliding layers drop their first key for every new one once they are full.
+    rows: the number of rows of its position_ids, 0 without them. widths: the number of keys that attention receives,
+    per kind of layer. rolling: whether sliding layers drop their first key for every new one once they are full.
     """
 
     batch: int

@@ -19,7 +19,7 @@ LONGEST = 2048
 BACK = 4
 # The number of calls whose first replay is always compared.
 FIRST_CALLS = 3
-# A later call's first replay is compared if this many replays ran since the last comparison.
+# A later call's first replay is compared if this many replays have run since the last comparison.
 BETWEEN_CALLS = 512
 
 

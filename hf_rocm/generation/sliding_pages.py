@@ -47,7 +47,7 @@ def has_sliding_layers(config: Any) -> bool:
 
 
 def provide(user: Any, served: Served, *, key: Hashable) -> None:
-    """Provide page tables for the sliding layers of all batches for whose config `served` returns True.
+    """Provide page tables for the sliding layers of all batches whose config `served` accepts.
 
     served: returns whether hf_rocm provides the attention implementation that is selected in a config. user, key: the
     user and the key of the changes, see `patches`.

@@ -56,7 +56,7 @@ def refuses_windows(generation_config: Any, windows: Sequence[int | None], *, re
 
 
 def verifying(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls this step and returns logits that transformers may keep and write to."""
+    """Return a function that calls this step and returns outputs whose logits transformers may keep and write to."""
 
     def verify(**arguments: Any) -> Any:
         outputs = step(**arguments)

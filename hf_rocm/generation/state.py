@@ -75,7 +75,7 @@ class State:
         self.pool.clear()
 
     def number_of(self, fingerprint: Fingerprint) -> int:
-        """Return the number of this fingerprint: the earlier one, or a new one if the fingerprint is new or dropped."""
+        """Return the number of this fingerprint. A fingerprint that is new, or was dropped, gets a new number."""
         with self._lock:
             number = self._fingerprints.pop(fingerprint, None)
             if number is None:

@@ -34,7 +34,7 @@ def resident(tensor: Tensor) -> Hashable | None:
 
 
 def written(tensor: Tensor | None) -> bool:
-    """Return whether a tensor was written in place since it was created.
+    """Return whether a tensor has been written in place since it was created.
 
     Always False for None, and for inference tensors, which have no version counter.
     """

@@ -1,4 +1,4 @@
-"""The transformers cache that a call gets or returns, although its steps run over a `DecodeCache`.
+"""The transformers cache that a call receives or returns, although its steps run over a `DecodeCache`.
 
 The keys and values of the cache are copied to the `DecodeCache` when the call begins. When the call ends, the new ones
 are written back with the cache's own `update`. So the user's object has the type, the contents and the length that it

@@ -1,7 +1,8 @@
 """Compare the whole transformers package with the record of its package manager, to find files that are not stock.
 
-pip and uv check no file after installing it. A changed file that is hard-linked was written in place (for instance, by
-`cp -r`), so the same bytes are in the package manager's cache and in every environment that shares the file.
+pip and uv do not check files after installing them. A changed file that is hard-linked was written in place (for
+instance, by `cp -r`), so the same bytes are in the package manager's cache and in every environment that shares the
+file.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ class Audit:
 def audit(installation: Installation, catalog: Catalog, *, progress: Progress | None = None) -> Audit:
     """Compare every file of the package with RECORD.
 
-    progress: called with the number of compared files and the total. A block counts as hf-rocm's only if `status`
-    accepts its code. Raises `OverlayError` if the package manager left no record.
+    progress: a function that is called with the number of compared files and the total. A block counts as hf-rocm's
+    only if `status` accepts its code. Raises `OverlayError` if the package manager left no record.
     """
     base, package = installation.root.parent, installation.root.name
     recorded = {path: value for path, value in installation.record.items() if path.startswith(f"{package}/")}

@@ -137,7 +137,7 @@ def _block_is_current(module_name: str) -> bool:
         return True
     warnings.warn(
         f"hf_rocm: the overlay block in {module_name} was written by hf-rocm {written_by}, but {__version__} is "
-        "imported; the model stays stock. Run `hf-rocm install-overlays` to update it",
+        "imported; the model stays stock. Run `hf-rocm install-overlays` to update the block",
         RuntimeWarning,
         stacklevel=3,
     )
@@ -274,7 +274,6 @@ def bind_waiting() -> None:
 
     Overlays without a bound class are skipped.
     """
-    # The homes of bound overlays.
     homes = {id(binding.home) for binding in bindings()}
     for cls, (home, bind) in list(waiting.items()):
         if id(home) in homes and _stock(cls):

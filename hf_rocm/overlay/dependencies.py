@@ -131,7 +131,7 @@ def of_function(function: Any, cls: type | None = None) -> Dependencies:
         if hasattr(current, "__wrapped__"):
             waiting.append(current.__wrapped__)
             if str(namespace.get("__name__")).startswith("transformers.utils."):
-                # These decorators deprecate, check arguments or collect outputs.
+                # These decorators warn of deprecations, check arguments or collect outputs.
                 continue
         for code in _codes(current.__code__):
             for chain in _chains(code):

@@ -59,7 +59,7 @@ def _member(reference: Path, path: str) -> bytes:
                 "expected": f"a wheel of transformers, or its folder, with {path}",
                 "found": error,
             },
-            hint="pip download --no-deps transformers==RELEASE, with a release that the message names",
+            hint="pip download --no-deps transformers==RELEASE, with a release that `hf-rocm status --diff` lists",
         ) from error
 
 

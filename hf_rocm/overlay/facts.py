@@ -53,8 +53,8 @@ class AiterFacts:
         if self.amd:
             return f"amd-aiter {self.version or '(version unknown)'}"
         return (
-            f"the unrelated PyPI package `aiter` {self.version or '(version unknown)'} hides AMD's package: "
-            "pip uninstall aiter, then pip install amd-aiter"
+            f"the unrelated PyPI package `aiter` {self.version or '(version unknown)'} is installed instead of AMD's; "
+            "run `pip uninstall aiter`, then `pip install amd-aiter`"
         )
 
     def to_dict(self) -> dict[str, object]:

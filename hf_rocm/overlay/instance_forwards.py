@@ -1,4 +1,4 @@
-"""Make forwards that other libraries stored on an instance call the dispatcher, even if the class was bound later."""
+"""Redirect forwards that other libraries stored on an instance to the dispatcher, even if the class was bound later."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def _check(file: Path, expected: str) -> None:
     except (FileNotFoundError, NotADirectoryError):
         raise _tampered(file, f"sha256 {expected}", "no file") from None
     if not stat.S_ISREG(status.st_mode):
-        raise _tampered(file, f"sha256 {expected}", "a link, a pipe or a device")
+        raise _tampered(file, f"sha256 {expected}", "a folder, a link, a pipe or a device")
     actual = sha256(file.read_bytes())
     if actual != expected:
         raise _tampered(file, f"sha256 {expected}", f"sha256 {actual}")

@@ -53,7 +53,7 @@ def _locked(path: Path, flags: int, timeout: float, notices: list[str]) -> Itera
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
         # for example, another user owns the lock file; the lock on the folder still excludes other installers
-        notices.append(f"{path} can't be locked ({error.strerror}); do not run uv on this environment meanwhile")
+        notices.append(f"{path} can't be locked ({error.strerror}); do not run uv on this environment in the meantime")
         yield
         return
     stack = ExitStack()

@@ -152,7 +152,7 @@ def _refuse_writing(state: FileState) -> OverlayError | None:
                 "expected": "the stock file and one block, as hf-rocm wrote them",
                 "found": state.detail,
             },
-            hint=f"run `hf-rocm status --diff {state.model}` to see it, or {state.reinstall()}",
+            hint=f"run `hf-rocm status --diff {state.model}` to see the edit, or {state.reinstall()}",
         )
     return None
 

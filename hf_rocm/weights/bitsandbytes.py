@@ -181,7 +181,7 @@ class Bitsandbytes(FourBitFormat):
         return out.view(n, k)
 
 
-# Numbers that are unpacked at once.
+# The number of elements that are unpacked at once.
 _AT_ONCE = 2**22
 
 

@@ -16,7 +16,7 @@ from hf_rocm.ops.quantized import keeps_input
 
 EncodingT = TypeVar("EncodingT", bound="QuantizedWeight")
 
-# Elements that are rounded at once; 16 MiB in fp32.
+# The number of elements that are rounded at once; 16 MiB in fp32.
 CHUNK = 2**22
 
 

@@ -66,7 +66,7 @@ class Fused(BlockGroup):
     @classmethod
     def pending(cls, module: Module, names: tuple[str, ...]) -> str | None:
         if waits_for_gpu(module, _first_weight(module, names)):
-            return "the model is on the CPU, where the stock forward runs; moving the model to a GPU fuses them"
+            return "the model is on the CPU, where the stock forward runs; moving the model to a GPU fuses its layers"
         return super().pending(module, names)
 
     @classmethod

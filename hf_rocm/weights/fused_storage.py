@@ -19,7 +19,7 @@ from hf_rocm.layers.grouped_linear import lies_in
 from hf_rocm.layers.weight_group import WeightGroup
 from hf_rocm.weights.mmap_pages import release_freed, release_pages
 
-# Live blocks by the address of their first weight, because an op in a compiled graph gets weights, not modules.
+# Live blocks by the address of their first weight, because an op in a compiled graph receives weights, not modules.
 _blocks: WeakValueDictionary[int, WeightGroup] = WeakValueDictionary()
 
 

@@ -325,10 +325,13 @@ def _pieces(n: int, k: int) -> list[tuple[int, int]]:
 
 
 def only_known(settings: Mapping[str, Any], known: tuple[str, ...], section: str) -> None:
-    """Raise `Unsupported` if a setting other than the known ones is set. section: its owner, for the message."""
+    """Raise `Unsupported` if a setting that is not in `known` has a true value.
+
+    section: the part of the checkpoint that the settings belong to, for the message.
+    """
     other = next((name for name, value in settings.items() if value and name not in known), None)
     if other is not None:
-        raise Unsupported(f"the setting {other!r} of its {section} is not supported")
+        raise Unsupported(f"the setting {other!r} of the {section} is not supported")
 
 
 Parser = Callable[[Mapping[str, Any]], StoredFormat]

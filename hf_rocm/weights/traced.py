@@ -2,7 +2,7 @@
 
 Addresses can't be compared while a graph is traced, and the graph must not be retraced when weights move. So the graph
 references only the parameters. The op checks at run time whether they form a live block. If they don't, it computes one
-GEMM per parameter.
+GEMM per weight.
 """
 
 from __future__ import annotations

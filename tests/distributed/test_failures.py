@@ -91,7 +91,7 @@ def test_a_rank_without_aiter_is_named(checkpoint, tmp_path):
 
 def test_heads_that_cannot_be_divided_are_refused(tmp_path):
     log = log_of_failure("heads", save(tmp_path / "three", heads=6, groups=3), tmp_path)
-    assert log.count("RankError: 3 (num_key_value_heads) heads can't be divided among 2 ranks\n"), log
+    assert log.count("RankError: the attention heads can't be divided among 2 ranks: 3 (num_key_value_heads)\n"), log
     assert "sizes that fit       1, 3" in log
 
 

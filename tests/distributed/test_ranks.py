@@ -45,7 +45,7 @@ def test_differences_raise_the_same_error_on_both_ranks(observations):
 
 def test_indivisible_heads_are_refused_early(observations):
     for rank in observations:
-        assert rank["heads"].startswith("3 (num_key_value_heads) heads can't be divided among 2 ranks")
+        assert rank["heads"].startswith("the attention heads can't be divided among 2 ranks: 3 (num_key_value_heads)")
         assert "shape" in rank["stock heads"]
 
 

@@ -42,7 +42,7 @@ def test_divisible_heads_are_accepted(size):
 def test_indivisible_heads_are_named_with_supported_sizes(query, key_value, size, named, supported):
     with pytest.raises(RankError) as caught:
         heads.check(llama(query, key_value), size, AUTO)
-    assert caught.value.message == f"{named} heads can't be divided among {size} ranks"
+    assert caught.value.message == f"the attention heads can't be divided among {size} ranks: {named}"
     assert caught.value.facts["sizes that fit"] == supported and caught.value.facts["model"] == "llama"
 
 

@@ -141,4 +141,4 @@ def test_on_rocm_weights_on_the_cpu_stay_pending_until_a_move_to_a_gpu(checkpoin
     logits(model)
     assert live(model) == blocks(model) == 0 and pending(model) == GROUPS
     with torch.no_grad():
-        assert "moving the model to a GPU fuses them" in why_not(model.model.layers[0].mlp, GATE)
+        assert "moving the model to a GPU fuses its layers" in why_not(model.model.layers[0].mlp, GATE)

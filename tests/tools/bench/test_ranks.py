@@ -152,7 +152,7 @@ def nothing_starts(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        ([*TINY, "--tp", "4"], 1, "2 (num_key_value_heads) heads can't be divided among 4 ranks"),
+        ([*TINY, "--tp", "4"], 1, "heads can't be divided among 4 ranks: 2 (num_key_value_heads)"),
         ([*TINY, "--tp", "3"], 1, "can't be divided among 3 ranks"),
         ([*TINY, "--tp", "2", "--sides", "stock,compile"], 1, "the side 'compile' is not compared over several ranks"),
         (["--config", "bert-base", "--device", "cpu", "--tp", "2"], 1, "is an encoder"),

@@ -89,7 +89,7 @@ class Server:
 
 
 def check() -> None:
-    """Raise `OptionError` if the installed transformers can't serve completions, or if packages for it are missing."""
+    """Raise `OptionError` if transformers can't serve completions, or if packages for serving are missing."""
     import transformers
 
     missing = [name for name in NEEDS if find_spec(name) is None]

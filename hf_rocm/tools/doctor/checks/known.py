@@ -253,7 +253,7 @@ def _sinks(facts: Facts) -> Iterator[Finding]:
     yield warning(
         "hub-flash",
         f"transformers {facts.transformers.version} loads flash_attention_2 and _3 from the Hub (aiter-flash-attn) on "
-        f"ROCm, and may not pass it attention sinks{concerned}",
+        f"ROCm, and may call it without attention sinks{concerned}",
         means="its parameter is called `sink`, and arguments with other names are dropped: gpt-oss then runs without "
         "sinks, and no error is raised",
         fix="keep sdpa for models with sinks; `hf-rocm verify MODEL` detects this",

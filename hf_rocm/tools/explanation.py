@@ -24,7 +24,7 @@ class Part:
     fused: int = 0
     not_fused: dict[str, int] = field(default_factory=dict)  # reason → instances
     joined: tuple[str, ...] = ()  # layers that are already one matrix in the checkpoint
-    gradients: bool = False  # whether the layers run one by one, because gradients are enabled and required by weights
+    gradients: bool = False  # whether the layers run one by one, because gradients are enabled and weights require them
     stayed_stock: dict[str, int] = field(default_factory=dict)  # reason at the last call → instances
     stock_because: str | None = None  # the reason why the whole class runs stock, such as a replaced function
     theirs: int = 0  # instances on which another forward was set, which runs instead of hf_rocm's

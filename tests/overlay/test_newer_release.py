@@ -147,7 +147,9 @@ def test_many_changed_files_are_one_error_with_the_release_to_install(
     shown = capsys.readouterr()
     assert "no         changed  gemma, llama and 1 more" in shown.out
     fix = f"pip install transformers=={newest}" if newest else "hf-rocm status --diff gemma"
-    assert shown.out.splitlines()[-1] == f"next: {fix}, or hf-rocm install-overlays --skip-changed (the other 1)"
+    assert (
+        shown.out.splitlines()[-1] == f"next: {fix}, or hf-rocm install-overlays --skip-changed (installs the other 1)"
+    )
     assert main(["status", "--all", *path_option]) == 0
     assert "LlamaMLP differs" in capsys.readouterr().out
     assert main(["install-overlays", "--skip-changed", "--dry-run", *path_option]) == 0

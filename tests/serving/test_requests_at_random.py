@@ -62,7 +62,7 @@ def prepared(kind):
 
 @pytest.fixture(scope="module", autouse=True)
 def free_models():
-    """Free the prepared models after this module's tests. Until they are freed, their classes stay changed."""
+    """Free the prepared models after this module's tests. Until they are freed, their classes stay patched."""
     yield
     prepared.cache_clear()
 

@@ -41,7 +41,7 @@ def signal_name(number: int) -> str:
 
 
 def tail(log: Path) -> str:
-    """Return the last three non-empty lines of a log on one line: its last 400 characters, or `none`.
+    """Return the last three non-empty lines of a log, joined and cut to the last 400 characters, or `none`.
 
     If the last line that names an error is not among them, it comes first.
     """

@@ -1,4 +1,4 @@
-"""Timing of calls until the device has finished. Times are reported as a median with quartiles or percentiles."""
+"""Times of calls, measured until the device has finished, as a median with quartiles or percentiles."""
 
 from __future__ import annotations
 

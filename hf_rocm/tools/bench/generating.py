@@ -62,7 +62,7 @@ def generate(side: Side, ids: Tensor, case: Case) -> Generated:
     device = ids.device
     whole = timed(lambda: call(side, ids, case.new), device)
     first = timed(lambda: call(side, ids, case.new, stopping_criteria=[_stop]), device)
-    # if a pause of the machine made the short call the longer one, the average includes the first token
+    # if the shorter call took longer, because the machine paused, the average includes the first token
     later = (whole - first) / (case.new - 1) if case.new > 1 and first < whole else whole / case.new
     return Generated(first, later, whole)
 

@@ -168,7 +168,7 @@ def _try(run: Measurement, side: Side, case: Case, samples: _Samples) -> str | N
             "error": f"{parity.error:.4g}",
             "allowed": f"{parity.allowed:.4g} (twice eager's {parity.eager:.4g}, plus a rounding step)",
         },
-        hint="`hf-rocm explain MODEL` lists the kernels that it uses; please report this with its output",
+        hint="please report this with the output of `hf-rocm explain MODEL`, which lists the kernels",
     )
 
 

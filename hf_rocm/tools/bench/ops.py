@@ -78,7 +78,7 @@ def _line(
     bound = "memory" if case.bytes / rates.copy >= case.flops / rates.matmul else "products"
     reason = candidate.implementation.refuses(spec, describe(device))
     if oracle is None:
-        reason = reason or "not checked: the reference in fp64 needs more memory than there is; use smaller sizes"
+        reason = reason or "not checked: the reference in fp64 needs more memory than is available; use smaller sizes"
     elif reason is None:
         operation.keep(Choice(spec, candidate.implementation, ()))
         try:

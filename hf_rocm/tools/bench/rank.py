@@ -221,7 +221,7 @@ class _Rank:
             raise Mismatch(
                 f"{side.name}: the ranks chose different tokens, so nothing is timed",
                 facts={"case": case.title, "unlike rank 0": ", ".join(map(str, differing))},
-                hint="please report this with `hf-rocm env`",
+                hint="please report this with the output of `hf-rocm env`",
             )
 
     def _agreement_note(self, first: _Samples, other: _Samples, case: Case) -> str | None:

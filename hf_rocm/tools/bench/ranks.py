@@ -204,7 +204,7 @@ def _cause(directory: Path, codes: Sequence[int | None]) -> HfRocmError:
             return RankError(
                 f"rank {rank} was killed by {children.signal_name(-code)}",
                 facts={"last lines": children.tail(directory / f"log-{rank}")},
-                hint="the kernel kills processes that need too much memory (sudo dmesg | tail); "
+                hint="the Linux kernel kills processes that need too much memory (sudo dmesg | tail); "
                 "a crash in a library leaves a message in the log",
             )
     errors = {}

@@ -38,7 +38,7 @@ def _rates(segment: Segment) -> list[str]:
 
 
 def parallel(segment: Segment) -> list[str]:
-    """Describe the ranks and their interconnect; empty for one device."""
+    """Describe the ranks and their interconnect. Returns an empty list for one device."""
     setup = segment.parallel
     if setup is None:
         return []
@@ -59,7 +59,7 @@ def exchange(segment: Segment, result: Result) -> list[str]:
     """Describe the data that ranks exchange in one unit of a case: computed, except for the time of one all-reduce."""
     for record in (segment.parallel or {}).get("exchanges", ()):
         if record["case"] == result.case.title:
-            unit = "step" if result.case.kind == "decode" else "prompt"
+            unit = "step" if result.case.kind == "decode" else "prefill"
             gathered = f" and gathers {large(record['gathered'])}B of logits" if record["gathered"] else ""
             return [
                 f"a {unit} performs {record['sums']} all-reduces of {large(record['message'])}B{gathered}; each rank "

@@ -1,4 +1,4 @@
-"""The overhead of routing, the selection of the implementation, in an eager call of an operation.
+"""The overhead of routing (selecting the implementation) in an eager call of an operation.
 
 The chosen implementation is replaced by an empty function, so that only the routing is timed. The target is below 2 µs.
 """

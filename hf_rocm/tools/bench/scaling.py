@@ -15,7 +15,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Decoder:
-    """A dense decoder. matrices: the elements that every token reads (embeddings are looked up). keys: the elements of
+    """A dense decoder. matrices: the elements that every token uses (embeddings are looked up). keys: the elements of
     one token's keys and values. item: bytes per element."""
 
     hidden: int

@@ -77,7 +77,7 @@ class Side:
         return _forwards_note(self.model) or _graph_note(self.model)
 
     def replay_alone(self) -> float | None:
-        """Return the milliseconds on the device of the last recorded step or forward pass; None without a recording."""
+        """Return the device time in ms of a replay of the last recorded step or forward; None without a recording."""
         return _replay_alone(self.model) if self.name == PREPARED else None
 
     def forget(self) -> None:

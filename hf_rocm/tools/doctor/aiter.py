@@ -23,7 +23,7 @@ def collect(machine: Machine) -> Aiter:
         return Aiter(package)
     cache = _cache(machine, package.path)
     built = any(name.startswith(CORE) for name in cache.modules)
-    # aiter is imported only if its core module is already compiled: a build that is killed at the time-out would leave
+    # aiter is imported only if its core module is already compiled: a build that is killed at the timeout would leave
     # locks behind.
     result = machine.run_task("aiter", timeout=IMPORT_SECONDS) if built else None
     return Aiter(

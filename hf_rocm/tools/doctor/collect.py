@@ -152,7 +152,7 @@ def _container(machine: Machine, environment: dict[str, str]) -> str | None:
 def _files(machine: Machine) -> dict[str, bool]:
     """Detect an NVIDIA GPU by its device file, and the installed builds of packages by their files.
 
-    The names and versions of packages may be equal in all builds.
+    All builds of a package may have the same name and version.
     """
     nvidia = {"nvidia_device": machine.look("/dev/nvidiactl") is not None}
     torch = machine.torch().path

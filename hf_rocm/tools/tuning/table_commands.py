@@ -132,7 +132,7 @@ def merge(
 
 
 def inventory() -> Inventory:
-    """List all tables and recordings, with an error for every table for aiter that can't be used."""
+    """List all tables and recordings, with an error for every aiter table that can't be used."""
     release, gpu = machine.release(), machine.gpu()
     installed = release.folder is not None
     inventory = Inventory(

@@ -115,7 +115,7 @@ def difference_in_versions(header: dict[str, Any], subject: Subject) -> str:
     """Return, as part of a sentence, how the versions and the device in the file differ from those here."""
     recorded, current = header["recorded with"], _versions(subject)
     other = [
-        f"{name} {recorded.get(name)} there and {current[name]} here"
+        f"{name} {recorded.get(name)} (here: {current[name]})"
         for name in current
         if recorded.get(name) != current[name]
     ]

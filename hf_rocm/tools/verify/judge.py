@@ -70,11 +70,9 @@ def bounds_of(subject: Subject, reference: Reference) -> Bounds:
 
 
 def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) -> dict[str, Fault]:
-    """Map every wrong layer to the `Fault` of its first point, in stock's order, whose error exceeds the bound.
+    """Map every wrong layer to the `Fault` of its first point whose error exceeds the bound.
 
-    The layers are in stock's order.
-
-    run: a run in which every layer had the same input as in stock.
+    Layers and points are in stock's order. run: a run in which every layer had the same input as in stock.
     """
     order = {layer: index for index, layer in enumerate(dict.fromkeys(key for key, _ in bounds))}
     faults: dict[str, Fault] = {}

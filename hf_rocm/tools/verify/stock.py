@@ -53,7 +53,7 @@ def _reason_of(subject: Subject, batched: Difference, *, single_is_wrong: bool) 
     if single_is_wrong:
         return f"stock is wrong even without padding: attention {name!r} differs from eager (does it drop sinks?)"
     if not batched.finite:
-        return f"stock is not finite with padding: attention {name!r} computes rows without a visible key"
+        return f"stock's results are not finite with padding: attention {name!r} computes rows without a visible key"
     return "stock is wrong only with padding: rows use the positions of other rows (a rotary kernel?), or read padding"
 
 

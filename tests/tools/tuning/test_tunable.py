@@ -82,7 +82,7 @@ def test_tuning_without_rocm_is_an_error(tmp_path):
 
 @pytest.mark.rocm
 def test_on_the_gpu_every_gemm_has_a_result(tmp_path):
-    """The real TunableOp finds a kernel for three GEMMs and is disabled afterwards."""
+    """The real TunableOp finds kernels for three GEMMs, and is disabled afterwards."""
     file = tmp_path / "tunableop.csv"
     gemms = [Gemm(m, 256, 128, "torch.bfloat16", False) for m in (1, 8, 64)]
     assert tunable.tune(gemms, file) == []

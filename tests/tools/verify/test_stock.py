@@ -48,7 +48,7 @@ def test_padded_rows_that_become_nan_are_detected(build, monkeypatch):
     model.config._attn_implementation = "sdpa"
     check = check_of(model)
     assert check.status == FAILED and check.error != check.error
-    assert "stock is not finite with padding" in check.note and "'sdpa'" in check.note
+    assert "stock's results are not finite with padding" in check.note and "'sdpa'" in check.note
 
 
 @pytest.mark.skipif(not available(("gpt_oss",)), reason="this release has no model with sinks")

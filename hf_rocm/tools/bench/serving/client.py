@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-# The kinds of errors that a server that has ended causes.
+# The kinds of errors after a server has ended.
 REFUSED, CLOSED = LOST = ("connection refused", "connection lost")
 HOST = "127.0.0.1"
 COMPLETIONS, CHAT = "completions", "chat"
@@ -56,8 +56,8 @@ class Response:
     """The response to a request.
 
     sent, ended: when the request was sent and when the response ended, in seconds of `time.perf_counter`. pieces: when
-    each piece of text arrived. prompt, tokens: the numbers of tokens in the prompt and in the response, as the server
-    counted them. error: the kind of an error, or None. detail: the error's message. left: whether the client
+    each piece of text arrived. prompt, tokens: the numbers of tokens in the prompt and in the response, as counted by
+    the server. error: the kind of an error, or None. detail: the error's message. left: whether the client
     disconnected before the end, as requested; then `prompt` and `tokens` are 0.
     """
 
@@ -116,7 +116,7 @@ async def _exchange(port: int, model: str, request: Request, sent: float) -> Res
         return _finished(Response(sent, time.perf_counter(), _text(whole)), whole)
     except (ValueError, asyncio.LimitOverrunError) as error:
         # An invalid status line, header or size, or a line longer than the limit.
-        raise _Failure("malformed answer", str(error)) from error
+        raise _Failure("malformed response", str(error)) from error
     finally:
         writer.close()
 
@@ -127,7 +127,7 @@ async def _head(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
         raise _Failure(CLOSED, "closed before a response")
     status = int(line.split()[1]) if line.startswith("HTTP/1.") and len(line.split()) > 1 else None
     if status is None:
-        raise _Failure("malformed answer", line)
+        raise _Failure("malformed response", line)
     headers = {}
     while (line := (await reader.readline()).decode("latin-1").strip()) != "":
         name, _, value = line.partition(":")
@@ -181,9 +181,9 @@ def _parsed(data: bytes) -> dict[str, Any]:
     try:
         event = json.loads(data)
     except ValueError as error:
-        raise _Failure("malformed answer", f"not JSON: {data[:80].decode(errors='replace').strip()}") from error
+        raise _Failure("malformed response", f"not JSON: {data[:80].decode(errors='replace').strip()}") from error
     if not isinstance(event, dict):
-        raise _Failure("malformed answer", f"not an object: {str(event)[:80]}")
+        raise _Failure("malformed response", f"not an object: {str(event)[:80]}")
     return event
 
 
@@ -193,7 +193,7 @@ def _text(event: dict[str, Any]) -> str:
         part = choice.get("delta") or choice.get("message") or {}
         return str(choice.get("text") or part.get("content") or "")
     except (KeyError, IndexError, TypeError, AttributeError) as error:
-        raise _Failure("malformed answer", f"no choices: {json.dumps(event)}") from error
+        raise _Failure("malformed response", f"no choices: {json.dumps(event)}") from error
 
 
 def _finished(response: Response, event: dict[str, Any]) -> Response:
@@ -201,4 +201,4 @@ def _finished(response: Response, event: dict[str, Any]) -> Response:
         usage = event["usage"]
         return replace(response, prompt=int(usage["prompt_tokens"]), tokens=int(usage["completion_tokens"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise _Failure("malformed answer", "no token counts (usage)") from error
+        raise _Failure("malformed response", "no token counts (usage)") from error

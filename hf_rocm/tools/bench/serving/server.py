@@ -47,7 +47,7 @@ CODE = {
 
 
 class ServeError(HfRocmError):
-    """A server did not start, has ended or does not answer."""
+    """A server did not start, has ended or does not respond."""
 
 
 class Server:
@@ -73,7 +73,7 @@ class Server:
     def explained(self, *, timeout: float = 30.0) -> list[str]:
         """Return `explain`'s sentences about batches and recorded steps in this server's model.
 
-        The list is empty for stock, on Windows, and if the server ends or does not answer within `timeout` seconds.
+        The list is empty for stock, on Windows, and if the server ends or does not respond within `timeout` seconds.
         """
         file = self.folder / "explained.json"
         if self.side != PREPARED or not hasattr(signal, "SIGUSR1"):
@@ -89,7 +89,7 @@ class Server:
 
 
 def check() -> None:
-    """Raise `OptionError` if the installed transformers can't serve completions, or if packages for it are missing."""
+    """Raise `OptionError` if transformers can't serve completions, or if packages for serving are missing."""
     import transformers
 
     missing = [name for name in NEEDS if find_spec(name) is None]

@@ -81,7 +81,7 @@ def plan(load: Load, tokenizer: Any) -> list[Request]:
 
 
 def arrivals(rate: float, count: int, seed: int) -> list[float]:
-    """Return Poisson arrival times in seconds, the first at 0. The gaps are exponential with the mean 1 / rate."""
+    """Return Poisson arrival times in seconds, the first at 0. The gaps are exponential with mean 1 / rate."""
     rng = random.Random(seed)
     times = [0.0]
     while len(times) < count:

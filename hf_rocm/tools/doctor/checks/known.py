@@ -76,8 +76,9 @@ def _graphs(facts: Facts) -> Iterator[Finding]:
             yield warning(
                 "graphs",
                 f"{platform} on {gfx}: {fault.what}{reported}",
-                means="recorded decode steps, torch.compile's reduce-overhead and vLLM replay such graphs; "
-                "hf_rocm compares its replays with uncaptured steps, but the others do not",
+                means="torch.compile's reduce-overhead and vLLM replay graphs without checking the results; hf_rocm "
+                "records no graphs here unless HF_ROCM_GRAPHS=1 requires them, and compares some replays with "
+                "uncaptured calls",
                 fix=_without_fault(gfx),
                 link=fault.link,
             )
@@ -126,7 +127,7 @@ def _compared_again(facts: Facts, event: Event) -> str:
 
 def _without_fault(gfx: str) -> str:
     index = next((release for release in INDEXES if not graph_faults(gfx, release)), None)
-    disable = "export HF_ROCM_GRAPHS=0   # disables recorded steps, which is slower"
+    disable = "export HF_ROCM_GRAPHS=0   # records nothing, which is the default here, and silences this warning"
     return f"{install(gfx)}; or {disable}" if index else disable
 
 
@@ -174,7 +175,7 @@ def _four_bit(facts: Facts) -> Iterator[Finding]:
         arches = ";".join(dict.fromkeys(gpus[int(gpu)] for gpu in wrong))
         yield problem(
             "bitsandbytes",
-            f"bitsandbytes {installed} multiplies 4-bit weights wrongly: {gpu_faults}",
+            f"bitsandbytes {installed} computes wrong results with 4-bit weights: {gpu_faults}",
             means="its 4-bit models generate garbage, and no error is raised",
             fix=f"build it from source with -DCOMPUTE_BACKEND=hip -DBNB_ROCM_ARCH={arches}, "
             "or pass quantize= to hf_rocm.from_pretrained instead",
@@ -244,7 +245,7 @@ def _rope(facts: Facts) -> Iterator[Finding]:
 
 
 def _sinks(facts: Facts) -> Iterator[Finding]:
-    """Check for the Hub's flash attention, to which transformers may pass no attention sinks."""
+    """Check for the Hub's flash attention, which may not receive the attention sinks of a model."""
     if not facts.transformers.hub_flash or not hub_is_on(facts):
         return
     named = facts.model
@@ -252,7 +253,7 @@ def _sinks(facts: Facts) -> Iterator[Finding]:
     yield warning(
         "hub-flash",
         f"transformers {facts.transformers.version} loads flash_attention_2 and _3 from the Hub (aiter-flash-attn) on "
-        f"ROCm, and may not pass it attention sinks{concerned}",
+        f"ROCm, and may call it without attention sinks{concerned}",
         means="its parameter is called `sink`, and arguments with other names are dropped: gpt-oss then runs without "
         "sinks, and no error is raised",
         fix="keep sdpa for models with sinks; `hf-rocm verify MODEL` detects this",

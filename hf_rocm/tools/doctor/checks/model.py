@@ -75,7 +75,7 @@ def _on_gpu(facts: Facts, named: ModelFacts, needed: int) -> Iterator[Finding]:
     elif sum(free) >= needed + RUNTIME * len(free):
         yield warning(
             "model-memory",
-            f"GPU 0 has {_size(free[0])} free, all {len(free)} together {_size(sum(free))}",
+            f"GPU 0 has {_size(free[0])} free, and the {len(free)} GPUs together have {_size(sum(free))}",
             means="it fits only on several GPUs",
             fix='pass device_map="auto", or tp_plan="auto" under torchrun',
         )
@@ -84,7 +84,8 @@ def _on_gpu(facts: Facts, named: ModelFacts, needed: int) -> Iterator[Finding]:
             "model-memory",
             f"{_size(sum(free))} is free on the GPUs, but {_size(needed + RUNTIME)} is needed",
             means="it does not fit there in this form",
-            fix='quantize="fp8" or "int8" in hf_rocm.from_pretrained halves it; or free memory (rocm-smi --showpids)',
+            fix='quantize="fp8" or "int8" in hf_rocm.from_pretrained halves the weights; '
+            "or free memory (rocm-smi --showpids)",
         )
 
 

@@ -79,7 +79,7 @@ def _bitsandbytes(facts: Facts) -> Iterator[Finding]:
         yield warning(
             "packages",
             f"bitsandbytes {installed} is older than {BITSANDBYTES_ROCM}",
-            means="4-bit layers of older builds gave NaN or crashed on several AMD GPUs",
+            means="4-bit layers of older builds returned NaN or crashed on several AMD GPUs",
             fix=f"pip install --upgrade 'bitsandbytes>={BITSANDBYTES_ROCM}'",
         )
 

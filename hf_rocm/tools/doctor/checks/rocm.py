@@ -44,7 +44,7 @@ def _version(facts: Facts) -> Finding:
             "installed ones",
             fix=f"install a torch for ROCm {installed.major} or ROCm {built.major}.{built.minor}",
         )
-    return ok("rocm", f"ROCm {installed}" + (f", torch's is {built}" if built else ""))
+    return ok("rocm", f"ROCm {installed}" + (f"; torch uses {built}" if built else ""))
 
 
 def _preferred(facts: Facts) -> str:

@@ -70,8 +70,8 @@ def _overlays(facts: Facts) -> Finding:
     if bad:
         return problem(
             "overlays",
-            f"{pluralized(bad, 'installed overlay')} on files that were changed later",
-            means="those models stay stock, and their overlays cannot be uninstalled",
+            f"{pluralized(bad, 'model')} whose file was edited after the overlay was installed, or does not match it",
+            means="such models stay stock, and an overlay in an edited file cannot be uninstalled",
             fix="hf-rocm status   # lists them, and the next step",
         )
     if foreign := _count(states, lambda installed, match: installed == "foreign"):

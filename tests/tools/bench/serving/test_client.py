@@ -15,16 +15,16 @@ NEW = 4
 
 KINDS = {
     "status": "HTTP 500",
-    "garbage": "malformed answer",
-    "no-choices": "malformed answer",
-    "no-usage": "malformed answer",
+    "garbage": "malformed response",
+    "no-choices": "malformed response",
+    "no-usage": "malformed response",
     "error-event": "error event",
     "early": "ended early",
     "cut": "connection lost",
-    "endless-size": "malformed answer",
+    "endless-size": "malformed response",
     "short": "wrong length",
     "silent": "timeout",
-    "not-http": "malformed answer",
+    "not-http": "malformed response",
 }
 
 

@@ -125,7 +125,7 @@ def test_lines_that_are_malformed_are_errors_too(bench, stubs, capsys):
     stubs(hf_rocm={"fault": "garbage", "after": 8 + WARM})
     assert bench() == 0
     output = capsys.readouterr()
-    assert "hf_rocm: 6 × malformed answer, first: not JSON: {oh" in output.err
+    assert "hf_rocm: 6 × malformed response, first: not JSON: {oh" in output.err
 
 
 def test_a_request_that_fails_before_anything_is_timed_is_an_error(bench, stubs, capsys):

@@ -33,7 +33,8 @@ PROOFS: Mapping[tuple[str, str, str, str], str] = {
         "v8 is overwritten next, and v7 differs only in the upper four of every eight lanes, whose sum is not read"
     ),
     ("gfx942", "decode_kernel", "s_and_b64 vcc, s[0:1], s[20:21]", "s_or_b64 vcc, s[0:1], s[20:21]"): (
-        "S_q is a multiple of 16 in this variant, so 32 divides the rows and none is masked; more lanes store the same"
+        "S_q is a multiple of 16 in this variant, so 32 divides the number of rows and none is masked; more lanes "
+        "store the same values"
     ),
     ("gfx942", "dequantize_eight", "v_lshl_or_b32 v0, s15, 7, v0", "v_lshl_or_b32 v0, s15, 3, v0"): (
         "compiled for K up to 128, which one program covers, so s15, its index, is 0"
@@ -43,7 +44,7 @@ PROOFS: Mapping[tuple[str, str, str, str], str] = {
     ),
     ("gfx1100", "_attn_fwd", "v_mul_f32_e32 v1, 0x4f7ffffe, v1", "v_mul_f32_e32 v1, 0x4f7ffbfe, v1"): (
         "the estimated reciprocal is smaller by 2^-14, which a Newton step squares; the quotient of a workgroup's "
-        "index, below 2^25, is too small by 1 at most, and two corrections follow"
+        "index, below 2^25, is too small by at most 1, and two corrections follow"
     ),
     (
         "gfx1201",

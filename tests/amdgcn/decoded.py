@@ -1,7 +1,7 @@
 """Compare the decoded instructions of a code object with the assembly that was executed.
 
-Triton assembles the text, so this detects errors in parsing it (a missing line, a misplaced label) and a text that does
-not belong to the binary. The decoder is tinygrad's, generated from AMD's machine-readable ISA documents.
+Triton assembles the text, so this detects errors in parsing it, such as a missing line, and a text that does not
+belong to the binary. The decoder is tinygrad's, generated from AMD's machine-readable ISA documents.
 """
 
 from __future__ import annotations

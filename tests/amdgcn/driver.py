@@ -49,7 +49,8 @@ class Code:
 
         Raises `Rounding` for a division that is not the compiler's sequence, and for a planted fault in a conversion. A
         conversion that continues after a label is not recognised, so a program with a fault may have as many errors of
-        this kind as the compiled program. Raises `Race` for a barrier without the wait before it.
+        this kind as the compiled program. Raises `Race` for a barrier without a wait for earlier
+        stores to LDS.
         """
         if self.checked is self.program:
             return
@@ -73,8 +74,8 @@ Watcher = Callable[[Code, Any, dict[str, Any]], None]
 
 
 # For every type: a mask without the sign bit, the bits of infinity, and the bits of the NaNs that operations produce.
-# These are quiet NaNs without a payload, with all payload bits set (from Triton's conversion to bf16), or such a
-# NaN converted from another type.
+# These are quiet NaNs without a payload, with all payload bits set (from Triton's conversion to bf16), or such
+# NaNs converted from another type.
 NANS = {
     torch.float32: (0x7FFFFFFF, 0x7F800000, 0x7FC00000, 0x7FFFFFFF, 0x7FFF0000, 0x7FFFE000),
     torch.bfloat16: (0x7FFF, 0x7F80, 0x7FC0, 0x7FFF),

@@ -27,7 +27,7 @@ from tests.amdgcn.machine.operands import SCALAR
 from tests.amdgcn.machine.state import State
 
 _SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40, 1e-7, 1.0, -1.0, 60000.0, 3e38)
-# Maximum launches per kind of bits, with different values in the lanes that differ.
+# Maximum number of launches for each kind of input data, with other random values in the registers that differ.
 FILLS = 3
 # Maximum bytes of a recorded launch.
 _MAX_BYTES = 1 << 22

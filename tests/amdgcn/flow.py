@@ -1,6 +1,6 @@
 """Data flow of a program: what registers depend on, and which are overwritten before they are read.
 
-Both analyses are used to prove that faults have no effect. They are conservative: in case of doubt, a
+Both analyses are used to prove that faults have no effect. They are conservative: if in doubt, a
 register counts as read, and depends on everything that an instruction names.
 """
 

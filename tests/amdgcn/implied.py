@@ -1,8 +1,7 @@
 """Prove that a wait has no effect, for faults that omit one.
 
-A wait completes operations in flight. It can be omitted if none of them can be in flight, or if another wait completes
-the same operations before the next barrier or branch, and before the next instruction that uses a register written
-by these operations.
+A wait can be omitted if none of the operations that it waits for can be in flight, or if another wait completes them
+before the next barrier or branch, and before the next instruction that uses a register written by these operations.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ def test_diverged_waves_join_again(arch):
     assert [int(row[0]) for row in data.view(np.uint32).reshape(4, -1)] == [1, 11, 1, 11]
 
 
-# gfx90a uses buffer_store.
+# On gfx90a, the compiler uses buffer instructions for scratch.
 @pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "gfx90a"])
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_scratch_is_private_to_a_lane(arch, count):

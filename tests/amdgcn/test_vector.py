@@ -35,7 +35,7 @@ def bfe_signed(a: int, b: int, c: int) -> int:
 
 
 def permuted(a: int, b: int, c: int) -> int:
-    """v_perm_b32: selectors 0-7 select a byte of {a, b}, 8-11 the sign of a half, 12 is 0, larger ones are 255."""
+    """v_perm_b32: selectors 0-7 select a byte of {a, b}, 8-11 the sign of a half, 12 gives 0, larger ones 255."""
     both = (a << 32 | b).to_bytes(8, "little")
     result = []
     for place in range(4):

@@ -114,7 +114,7 @@ def main(arguments: Sequence[str]) -> int:
     print(table(counted))
     total, explained = (sum(getattr(share, name) for share in counted) for name in ("instructions", "explained"))
     count = sum(share.places.total() for share in counted)
-    print(f"\n{count} of {total} instructions were not reached, {missed(counted):.1%}, and {explained} are explained.")
+    print(f"\n{count} of {total} instructions ({missed(counted):.1%}) were not reached, and {explained} are explained.")
     if others:
         print(f"\nKernels of other projects, which are not counted:\n\n{table(others)}")
     return 0

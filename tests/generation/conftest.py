@@ -178,9 +178,9 @@ def launched(monkeypatch):
 
 @pytest.fixture
 def queued(monkeypatch):
-    """The steps that were queued before their tokens were on the host and had the right number of tokens.
+    """The queued steps that had the right number of tokens.
 
-    Steps are queued as often as possible.
+    A step is queued before its tokens are on the host, here as often as possible.
     """
     monkeypatch.setattr(Lookahead, "_saves_time", lambda self, times: True)
     steps = []
@@ -265,7 +265,7 @@ def outlives_steps_of_others(prepared, stock, other, inputs, *, first):
 class Streamer:
     """A streamer that collects the values it receives.
 
-    actions: maps a number of values to a function, which is called with the last value once that many were received.
+    actions: maps a number of values to a function, which is called with the last value once that many have arrived.
     """
 
     def __init__(self, actions=None):

@@ -66,7 +66,8 @@ class Soak:
         windows = decide.windows(self.prepared)
         assert not isinstance(windows, str), windows
         self.has_windows = not self.stateful and any(windows)
-        self._accepts_dynamic = _STATIC or not self.is_encoder_decoder  # stock's BART fails in 4.53
+        # Stock's BART fails in 4.53.
+        self._accepts_dynamic = _STATIC or not self.is_encoder_decoder
         self.expected = {}  # number → the results of stock's call, and the next random number
 
     def differing(self, numbers):
@@ -111,9 +112,8 @@ class Soak:
             function([layer for layer in layers if type(layer) is torch.nn.Linear][2])
 
     def differing_after(self, function, numbers):
-        """Repeat calls after a change. Returns the numbers of those that differ from stock.
-
-        If the change does not affect stock's results, it returns all numbers.
+        """Repeat calls after a change. Returns the numbers of those that differ from stock, or all numbers if
+        the change does not affect stock's results.
         """
         before = [self.expected[number] for number in numbers]
         self.change(function)

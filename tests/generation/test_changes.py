@@ -88,7 +88,7 @@ def test_a_change_takes_effect_in_the_next_call(change, pair):
 
 
 def test_switching_back_to_an_adapter_records_nothing(pair):
-    """Every adapter with a given scale has its own recording, and switching back to it records nothing."""
+    """Every combination of adapter and scale has its own recording, and switching back to one records nothing."""
     prepared, stock = pair()
     for model in (prepared, stock):
         adapted(model)

@@ -1,4 +1,4 @@
-"""Features depend on known parts of transformers. If one of them differs, the feature is disabled with a reason."""
+"""A feature depends on known parts of transformers. If one of them differs, the feature is disabled with a reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger of replays that differed, and recording on systems where graphs are known to be wrong."""
+"""The ledger of replays that differed, and recording on systems where replays are known to be wrong."""
 
 from __future__ import annotations
 

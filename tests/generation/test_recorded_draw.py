@@ -1,6 +1,4 @@
-"""The probabilities of a recorded draw are bitwise equal to transformers', and it draws the same tokens as
-`multinomial`.
-"""
+"""The probabilities of a recorded draw are bitwise equal to transformers', and its tokens to those of `multinomial`."""
 
 from __future__ import annotations
 

@@ -71,8 +71,8 @@ class Replacing(RuleBasedStateMachine):
     @initialize(kind=st.sampled_from(KINDS))
     def build(self, kind):
         self.stock = make(kind)
-        # bind the overlay before anything is replaced. test_replaced covers replacements before the binding, which
-        # need a second `prepare`
+        # Bind the overlay before anything is replaced. test_replaced covers replacements before the binding, which
+        # need a second `prepare`.
         hf_rocm.prepare(make(kind), force=True)
         self.pieces = pieces_of(self.stock)
         self._prepared = None

@@ -101,7 +101,7 @@ def test_the_warning_about_the_position_is_logged_as_in_stock(pair, caplog, monk
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_the_host_keeps_the_tokens_unless_a_criterion_may_change_them(on_host):
-    """The criterion for the maximum length is called when this length is reached, for example by tokens and drafts."""
+    """The criterion for the maximum length is called when this length is reached, for example by tokens plus drafts."""
     tokens, ids = HostTokens(), torch.tensor([[4, 5, 6]])
     tokens.of(ids)
     further = [] if on_host else [MaxTimeCriteria(600.0)]

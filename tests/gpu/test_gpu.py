@@ -58,7 +58,7 @@ def test_greedy_tokens_equal_stock(name, cache, checkpoint):
 
 
 def large_llama(device):
-    """Four layers of the Llama-3.1-8B shape, built in bf16: a conversion on the GPU would fragment its memory."""
+    """Four layers with the sizes of Llama-3.1-8B, built in bf16: a conversion on the GPU would fragment its memory."""
     config = transformers.LlamaConfig(
         vocab_size=1000,
         hidden_size=4096,

@@ -38,7 +38,7 @@ KINDS = {
 }
 # Numbers of layers; kernels that run once per step cancel out in the difference.
 FEW, MANY = 2, 6
-# The measured step; a run in which its replay is compared has more kernels, so that run is not returned.
+# The measured step. A run in which its replay is compared has more kernels; the run with the fewest counts.
 AT = 11
 RUNS = 3
 

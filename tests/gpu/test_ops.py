@@ -22,7 +22,7 @@ def test_attention_is_as_accurate_as_the_eager_tier(tier, shape, masked, dtype):
     mask = None
     if masked:
         mask = torch.rand(b, 1, s_q, s_k, generator=torch.Generator().manual_seed(3)) > 0.3
-        # Every query sees at least one key.
+        # Every query attends to at least one key.
         mask[..., 0] = True
     rules = {"scale": d**-0.5, "causal": not masked}
     results = {}

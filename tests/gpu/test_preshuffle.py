@@ -1,6 +1,6 @@
 """Shuffled weights on a GPU: their memory, and captured graphs that never read a copy.
 
-In these tests, PyTorch computes the calls of a recorded release of aiter, so they don't measure speed.
+Stand-ins compute aiter's results in PyTorch, so these tests don't measure speed.
 """
 
 from __future__ import annotations

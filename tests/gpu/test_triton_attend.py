@@ -1,4 +1,4 @@
-"""One kernel for the write to the cache and decode attention, compared with float64 and two kernels, and in a graph."""
+"""One kernel for the cache write and decode attention: compared with float64 and separate kernels, and in a graph."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A step of one or a few tokens in one kernel: norms, rotation, the write to the cache and attention.
 
-It must agree with the two operations that it replaces. All rows that it must not read are NaN before the call.
+The kernel must agree with the two operations that it replaces. All rows that it must not read are NaN before the call.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def eager_tier(operation, *arguments, **keywords):
 
 
 def check_short_and_long(shape, length, **terms):
-    """As machine code, check again with 2048 more keys, so that the loop over the keys has several iterations."""
+    """Check, and in machine code again with 2048 more keys, so that the loop over the keys has several iterations."""
     check(shape, length, **terms)
     if suite.gpu() is not None:
         b, h, kv_heads, size, *dims = shape

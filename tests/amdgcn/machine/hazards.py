@@ -43,7 +43,7 @@ class Use:
 
 
 def find(instructions: Sequence[Instruction], target: Target) -> Iterator[tuple[int, int, int]]:
-    """Yield (producer, consumer, missing wait states) for every pair that is too close. Yields nothing for RDNA."""
+    """Yield (producer, consumer, missing wait states) for every pair that is too close together; none for RDNA."""
     if not target.cdna:
         return
     uses = [_use(instruction) for instruction in instructions]

@@ -44,7 +44,7 @@ _ACCESS = re.compile(r"ds_(read|load|write|store)(2|_2addr)?(st64|_stride64)?_(\
 
 
 class Lds:
-    """The LDS of all workgroups that run at the same time, in consecutive memory. The initial data are arbitrary."""
+    """The LDS of all workgroups that run at the same time, in consecutive memory. It is initialised with garbage."""
 
     def __init__(self, groups: int, size: int, garbage: np.random.Generator) -> None:
         self.size = size

@@ -1,7 +1,7 @@
 """Global memory: the buffers that were passed to a kernel, with guard zones between them.
 
-Every address of every active lane must lie in a buffer, and only writable buffers can be written. A launch records the
-bytes that it read and wrote and, to detect races, which wave accessed them.
+Every address of every active lane must lie in a buffer, and only writable buffers can be written to. A launch records
+the bytes that it read and wrote and, to detect races, which wave accessed them.
 """
 
 from __future__ import annotations

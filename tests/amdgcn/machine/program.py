@@ -268,7 +268,7 @@ def _named(word: str) -> frozenset[int]:
 
 
 def _banks(registers: tuple[frozenset[int], ...]) -> tuple[int, int]:
-    """The number of vector and accumulation registers that are used."""
+    """The numbers of vector and accumulation registers, up to the highest one that is used."""
     named = frozenset().union(*registers)
     vectors = max((r for r in named if r < operands.ACC), default=0) + 1
     accumulators = max((r - operands.ACC + 1 for r in named if operands.ACC <= r < SCALAR), default=0)

@@ -1,4 +1,4 @@
-"""Scalar instructions on bits and bit fields, such as extract, sign-extend, pack and count, and shift with add."""
+"""Scalar instructions that extract, sign-extend, pack, set, test and count bits, and that shift and add."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Argument:
-    """One kernel argument from the metadata, hidden arguments included."""
+    """One kernel argument from the metadata, which may be a hidden one."""
 
     offset: int
     size: int

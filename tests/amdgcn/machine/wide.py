@@ -135,7 +135,7 @@ def _scale(c: Compiling) -> Step:
     float64, where it is never subnormal, so no denominator would be scaled. If the quotient is subnormal too, they
     multiply the denominator by 2**64, which makes it infinite. In both cases subnormal quotients would become zero or
     infinity. Here the inverse is tested in float32, and the denominator is divided by 2**64: together with the
-    numerator, or alone if the quotient is subnormal too (v_div_fmas then corrects the result). With this, the
+    numerator, or alone if the quotient is subnormal too (v_div_fmas then corrects the result). With these rules, the
     compiler's sequence rounds every quotient correctly, and the inverse of a denominator is never flushed by v_rcp
     (test_division.py). Kernels don't use the float64 form.
     """

@@ -153,7 +153,7 @@ def test_after_a_failed_load_the_next_model_is_prepared(llama, tmp_path):
 
 
 PIPELINE = '''
-"""A stand-in for the library: its pipelines load their components through a helper, as the real one does."""
+"""A stand-in for diffusers: its pipelines load their components through a helper, as in the real library."""
 import importlib
 
 

@@ -27,8 +27,8 @@ ALLOWED = {
     "hf_rocm/ops/aiter/linear.py": {"is_shuffled"},
     "hf_rocm/ops/aiter/moe.py": {"is_shuffled"},
     "hf_rocm/weights/sharded.py": {"_local_tensor"},
-    # an object that hf_rocm makes or that exists for one call: a log record, a foreign function of ctypes, a config, a
-    # stand-in module, the module of an overlay
+    # an object that hf_rocm creates or that exists for one call: a log record, a foreign function of ctypes, a config,
+    # a stand-in module, the module of an overlay
     "hf_rocm/distributed/rank_logging.py": {"msg", "args"},
     "hf_rocm/generation/continuous_batching.py": {"use_cuda_graph"},
     "hf_rocm/weights/mmap_pages.py": {"argtypes"},
@@ -43,7 +43,7 @@ ALLOWED = {
     "hf_rocm/overlay/bind.py": {"__hf_rocm_binding__"},
     # a cache belongs to one call, and stock sets this attribute if it is missing
     "overlays/transformers-4.53/models/gemma3n/modeling_gemma3n.py": {"shared_layers"},
-    # copies of a model that tools make, and settings of the model under test, which are restored if the user
+    # copies of a model made by tools, and settings of the model under test, which are restored if the user
     # passed the model
     "hf_rocm/tools/bench/parity.py": {"()"},
     "hf_rocm/tools/bench/variants.py": {

@@ -34,7 +34,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModuleType]:
             patch.setenv(name, value)
         standins.install()
         with warnings.catch_warnings():
-            # Ignore the warnings of aiter's imports.
+            # Importing aiter emits warnings.
             warnings.simplefilter("ignore")
             from hf_rocm.ops import probe_worker
             from hf_rocm.ops.aiter import detect

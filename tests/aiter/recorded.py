@@ -101,7 +101,8 @@ def _triton_flash_attn_func(version: Version, a: dict[str, Any]) -> Tensor:
     left, right = a["window_size"]
     # The real kernel refuses other values.
     assert right == -1
-    # The real kernel has no table for most Radeon GPUs, and Q, K and V must fit in 64 KiB of LDS.
+    # The real kernel has no table of tile sizes for most Radeon GPUs, and the tiles of Q, K and V must fit in 64 KiB of
+    # LDS.
     tile = a["config"]
     assert (tile["BLOCK_M"] + 2 * tile["BLOCK_N"] * tile["num_stages"]) * a["q"].shape[-1] * 2 <= 2**16
     settings = (a["softmax_scale"], a["causal"], left, 0 if a["causal"] else -1)

@@ -104,7 +104,7 @@ def test_models_with_overlays_run_on_aiter(kernels, name):
 
 
 def test_a_left_padded_batch_is_packed(kernels):
-    """Prefill runs on packed sequences; later steps keep their mask, which no aiter kernel supports."""
+    """Prefill runs on packed sequences, without the padding."""
     import hf_rocm
 
     model = build("Llama")

@@ -30,7 +30,7 @@ def random(*shape, dtype, seed=0):
 def tensors(shape, n, k, dtype, format, bias):
     x = random(*shape, k, dtype=dtype)
     if x.numel():
-        # Dividing this row by its largest magnitude would return NaN.
+        # Dividing this row by its largest magnitude would give NaN.
         x.view(-1, k)[0] = 0
     weight, scale = quantize_rows(random(n, k, dtype=dtype, seed=1), format)
     return x, weight, scale.flatten(), random(n, dtype=dtype, seed=2) if bias else None

@@ -1,4 +1,4 @@
-"""The lookup of the real aiter finds the user's rows in the table that hf_rocm merged."""
+"""The real aiter's lookup finds the user's rows in the table that hf_rocm merged."""
 
 from __future__ import annotations
 

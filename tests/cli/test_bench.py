@@ -197,7 +197,7 @@ def test_the_commit_is_that_of_hf_rocms_checkout(tmp_path, monkeypatch):
     git("init", "--quiet")
     git("add", ".")
     git("commit", "--quiet", "--message", "first")
-    # In this repository, hf_rocm is only installed, such as in a virtual environment.
+    # In this repository, hf_rocm is only installed, for example in a virtual environment.
     assert machine.commit() is None
     (tmp_path / "overlays").mkdir()
     head = git("rev-parse", "HEAD")[:12]

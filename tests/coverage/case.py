@@ -35,9 +35,9 @@ class Case:
     overlay: the folder of the stock file. model, config: class names in transformers. arguments: the config's
     arguments; a callable receives the transformers module (for nested configs). attention: the stock classes whose
     forward is replaced; each must be called in every layer that has it. older: maps a version to these classes in the
-    releases before it. since, until: the first release that has the model with an overlay, and the first one after it
-    that does not. kind: the kind of inputs, see `inputs.py`. experts: for a mixture-of-experts model, maps a version to
-    the stock class whose forward runs the experts in the releases before it.
+    releases before it. since, until: the first release to which the case applies, and the first later one to which it
+    does not. kind: the kind of inputs, see `inputs.py`. experts: for a mixture-of-experts model, maps a version to the
+    stock class whose forward runs the experts in the releases before it.
     """
 
     overlay: str
@@ -112,6 +112,9 @@ class Case:
 
 
 def params(cases: list[Case], without: str | None = None) -> Any:
-    """Parametrise a test with the cases of this release. without: a scenario; omit cases that stock can't run in it."""
+    """Parametrise a test with the cases of this release.
+
+    without: a scenario; cases that stock can't run in it are omitted.
+    """
     chosen = [case for case in cases if case.applies and without not in case.unsupported_by_stock]
     return pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in chosen])

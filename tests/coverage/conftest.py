@@ -20,7 +20,7 @@ def _built(case: Case, dtype: torch.dtype):
     prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     exact = copy.deepcopy(stock).double()
     if case.has_routed_experts() and hasattr(exact, "set_experts_implementation"):
-        # grouped_mm has no float64.
+        # grouped_mm does not support float64.
         exact.set_experts_implementation("eager")
     if case.has_routed_experts():
         route_in_float64(exact)

@@ -1,4 +1,4 @@
-"""The specifications that `explain` and `warmup` list match a model's calls, and the text of `explain` stays short."""
+"""The specifications listed by `explain` and `warmup` match a model's calls, and the text of `explain` stays short."""
 
 from __future__ import annotations
 

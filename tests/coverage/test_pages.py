@@ -1,4 +1,7 @@
-"""With a paged cache, layers call the selected attention as stock layers do, and hf_rocm runs the rest of the layer."""
+"""With a paged cache, layers call the selected attention as stock layers do.
+
+hf_rocm runs the rest of each layer.
+"""
 
 from __future__ import annotations
 

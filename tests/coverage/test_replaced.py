@@ -1,4 +1,7 @@
-"""A replaced rotary function is called in every model that has one, and hf_rocm runs again once it is restored."""
+"""A replaced rotary function is called in every model that has one.
+
+hf_rocm runs again once the original is restored.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_models_that_are_not_recorded_have_a_reason(recorded):
 
 
 class Eager(Case):
-    """The case built with eager attention."""
+    """A case whose model uses eager attention."""
 
     def build(self, dtype=torch.float32):
         model = super().build(dtype)

@@ -190,7 +190,7 @@ def _marked() -> Iterator[str]:
 
 
 def _left(mark: str, patience: float = 5.0) -> tuple[str, ...]:
-    """The command lines of processes with this mark that still run after a grace period."""
+    """The command lines of processes with this mark that are still running after a grace period."""
     deadline = time.monotonic() + patience
     while (processes := _marked_processes(mark)) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -86,7 +86,7 @@ def model(checkpoint):
 
 
 def hooks(model):
-    """The hooks of accelerate on every module, in order, with their settings."""
+    """accelerate's hooks on all modules, in order, with their settings."""
     return {
         path: _settings(hook) for path, module in model.named_modules() if (hook := module.__dict__.get("_hf_hook"))
     }

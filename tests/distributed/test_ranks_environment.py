@@ -25,7 +25,7 @@ class ConfigOf4:
 
 @dataclass
 class ConfigOf5:
-    """`DistributedConfig` as in newer releases of 5.x, which computes the sizes when it is created."""
+    """`DistributedConfig` as in newer 5.x releases; it computes the sizes when it is created."""
 
     tp_size: int = 1
     tp_plan: object = None

@@ -79,7 +79,6 @@ def test_pipelines_of_texts_of_mixed_lengths_equal_stock(task, family, name, bat
     prepared, stock = pipelines(task, make(family, task=name, **window), tokenizer=tokenizer)
     arguments = texts()
     assert same(prepared(arguments, batch_size=batch), stock(arguments, batch_size=batch))
-    # Also call the pipeline once per text.
     if batch == 1:
         assert all(same(prepared(text), stock(text)) for text in arguments)
     recorded, replayed = counted(prepared.model)
@@ -101,7 +100,7 @@ def test_pipelines_of_images_of_mixed_sizes_equal_stock(recorded_on_cpu):
 
 
 def test_moves_that_change_nothing_keep_the_recordings(recorded_on_cpu, tokenizer):
-    """In every `encode`, sentence-transformers moves its model to the device that it is already on."""
+    """In every call of `encode`, sentence-transformers moves its model to the device that it is already on."""
     model = hf_rocm.prepare(make("bert"), force=True)
     run = transformers.pipeline("feature-extraction", model=model, device="cpu", tokenizer=tokenizer)
     recorded = []

@@ -46,7 +46,7 @@ def test_the_models_function_runs_if_the_dtypes_differ(case):
 
 @pytest.mark.parametrize("s", [1, 63])
 def test_heads_of_fused_layers_equal_those_of_separate_layers(s):
-    """There are fewer key heads than query heads. The sizes are equal, and the values are equal up to rounding."""
+    """There are fewer key heads than query heads. The shapes are equal, and the values are equal up to rounding."""
     names, heads = ("q_proj", "k_proj", "v_proj"), (6, 2, 2)
     module = torch.nn.Module()
     for name, count in zip(names, heads, strict=True):

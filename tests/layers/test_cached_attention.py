@@ -1,4 +1,7 @@
-"""From transformers 4.56 on, `slot` returns the rows of a static cache that `update` would write, or else None."""
+"""From transformers 4.56 on, `slot` returns the rows of a static cache that `update` would write.
+
+Otherwise, it returns None.
+"""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_every_way_of_loading_prepares_the_model_once(llama, prepares):
     assert is_prepared(model) and list(info["missing_keys"]) == []
 
 
-# In 5.0, the tokenizer raises this warning.
+# In 5.0, the tokenizer emits this warning.
 @pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")
 def test_pipelines_are_prepared(bert, tmp_path):
     vocabulary = tmp_path / "vocab.txt"
@@ -153,7 +153,7 @@ def test_after_a_failed_load_the_next_model_is_prepared(llama, tmp_path):
 
 
 PIPELINE = '''
-"""A stand-in for the library: its pipelines load their components through a helper, as the real one does."""
+"""A stand-in for diffusers: its pipelines load their components through a helper, as in the real library."""
 import importlib
 
 

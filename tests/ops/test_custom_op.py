@@ -1,4 +1,4 @@
-"""Kernels run while the device of their tensors is the current device."""
+"""Kernels run with their tensors' device as the current device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The runs of a first-use check don't share tensors, even if the implementation writes to its inputs."""
+"""The runs of a first-use check don't share tensors, because an implementation may write to its inputs."""
 
 from __future__ import annotations
 

@@ -244,8 +244,8 @@ def test_a_pass_is_only_writable_by_its_owner_with_any_umask(child_requests, tmp
 def test_checks_by_root_are_used_by_all_users(child_requests, monkeypatch, tmp_path):
     """The cache may be part of a container image that root built.
 
-    Files of root are trusted; those of other users are not. A user who finds no trusted file stores a separate one in
-    the same folder.
+    Root's files are trusted; other users' files are not. A user who finds no trusted file stores a separate one in the
+    same folder.
     """
     tmp_path.chmod(0o777)
     assert CHECK(SPEC, CPU) is None and len(child_requests) == 1

@@ -1,4 +1,4 @@
-"""choose_experts in PyTorch: the torch tier equals the eager tier, which selects the lower index of equal scores."""
+"""choose_experts in PyTorch: the torch tier equals the eager tier, which selects the lower index among equal scores."""
 
 from __future__ import annotations
 

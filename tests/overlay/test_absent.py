@@ -1,4 +1,4 @@
-"""Models that the installed transformers does not have, or for whose version there is no overlay."""
+"""Models that the installed transformers does not have, or that no overlay supports in its release."""
 
 from __future__ import annotations
 

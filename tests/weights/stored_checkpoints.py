@@ -60,7 +60,7 @@ def rounded(
 
 
 def words(numbers: numpy.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
-    """Pack the last dim, eight numbers per word. Number i of a word is number `order[i]` of these eight."""
+    """Pack the last dim, eight numbers per word. Nibble i of a word contains number `order[i]` of the eight."""
     padded = numpy.pad(numbers, ((0, 0), (0, -numbers.shape[1] % 8)))
     eights = padded.reshape(len(padded), -1, 8)
     packed = sum(

@@ -77,7 +77,10 @@ MLPS = {"Qwen2Moe": "Qwen2MoeMLP", "DeepseekV3": "DeepseekV3MLP"}
 
 @pytest.fixture(params=[None, "40KB"], ids=["one file", "sharded"])
 def saved(request, tmp_path):
-    """Return a function that saves a model of a layout. Its weights are so large that every part affects the output."""
+    """Return a function that saves a model of a layout.
+
+    The model's weights are large enough that every part affects the output.
+    """
 
     def save(name: str) -> Any:
         kind, changes, _ = LAYOUTS[name]

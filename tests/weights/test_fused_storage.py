@@ -12,7 +12,7 @@ from hf_rocm.weights import fused_storage
 from hf_rocm.weights.fuse import fuse
 
 WIDTH = 512
-# Each takes at least 2 MiB in fp32.
+# Each weight takes at least 2 MiB in fp32.
 ROWS = {"k": 1024, "o": 1536, "q": 2048, "v": 1024}
 
 

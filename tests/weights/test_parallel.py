@@ -48,7 +48,7 @@ def test_ddp_training_equals_that_of_an_unfused_model(model):
 @pytest.mark.usefixtures("group")
 def test_fsdp2_training_equals_that_of_an_unfused_model(model):
     twin = models.unfused()
-    # The default would be a GPU if there is one.
+    # The default is a GPU if there is one.
     mesh = init_device_mesh("cpu", (1,))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)

@@ -1,6 +1,7 @@
 """Changes to a model after loading take effect in a prepared model as in a stock one.
 
-Most tests state how many of the four groups still run fused. `assert_matches_stock` checks this by the GEMMs that ran.
+Most tests state how many of the four groups still run fused. `assert_matches_stock` checks this by counting the GEMMs
+that ran.
 """
 
 from __future__ import annotations

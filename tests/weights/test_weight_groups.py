@@ -1,6 +1,6 @@
 """The contract of a group of weights, for every registered kind.
 
-A kind that consists of plain linear layers is tested as soon as its file exists. Other kinds have an entry in
+A kind whose groups consist of plain linear layers is tested as soon as its file exists. Other kinds have an entry in
 `EXAMPLES`.
 """
 

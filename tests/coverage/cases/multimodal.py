@@ -166,7 +166,7 @@ MULTIMODAL = [
         glm(),
         ("Glm4vTextAttention", "Glm4vVisionAttention"),
         kind="images in text",
-        # With seed 0, the error of stock's gradients is by chance half of the error with other seeds.
+        # With seed 0, the error of stock's gradients happens to be half the error with other seeds.
         seed=1,
     ),
     Case(
@@ -279,7 +279,7 @@ MULTIMODAL = [
         until="5.1",
         kind="images in text",
         variant="older",
-        # With seed 0, the error of stock's gradients is by chance smaller than with other seeds.
+        # With seed 0, the error of stock's gradients happens to be smaller than with other seeds.
         seed=3,
         unsupported_by_stock={
             "static": "4.57 makes no mask for it",

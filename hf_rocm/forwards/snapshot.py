@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_rocm.generation.tensor_forms import Forms
 from hf_rocm.generation.watch import watches_of
-from hf_rocm.tensor_forms import Forms
 
 # The attributes of `nn.Module` itself on which a forward without gradients depends.
 _READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "training")

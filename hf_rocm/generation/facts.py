@@ -109,7 +109,7 @@ def settings_of(config: Any, kept: list[object]) -> Hashable:
     if isinstance(config, FUNCTIONS):
         return fact(config, kept)
     inner = config if isinstance(config, dict) else getattr(config, "__dict__", None)
-    cls: Hashable = type(config)
+    cls: Any = type(config)
     if inner is None:
         return cls
     return cls, tuple([(str(name), settings_of(value, kept)) for name, value in inner.items()])

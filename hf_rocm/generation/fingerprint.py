@@ -9,6 +9,7 @@ the weights themselves, so values that were written in place take effect.
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from functools import cached_property, lru_cache
 from itertools import chain, compress
@@ -21,10 +22,10 @@ from torch import Tensor, nn
 
 from hf_rocm import options
 from hf_rocm.generation.facts import FUNCTIONS, PLAIN, fact, global_state, is_exact, place_of, settings_of
+from hf_rocm.generation.tensor_forms import Forms
 from hf_rocm.generation.watch import Watches, attributes_of, key_of, modules_of
 from hf_rocm.layers.weight_group import SLOT, WeightGroup
 from hf_rocm.overlay.replacements import Watch
-from hf_rocm.tensor_forms import Forms
 
 
 class Fingerprint(NamedTuple):
@@ -90,10 +91,11 @@ _IGNORED = frozenset(
     )
 )
 
-# The attributes of every `nn.Module`, the compared ones first. All of them are read: a name was added to a module if it
-# has more attributes than before, or if one of the known attributes is missing.
+# The attributes of every `nn.Module`: those that are compared, and all others. The latter must exist: a name was added
+# to a module if it has more attributes than before, or as many although a known one is missing.
 _COMPARED = ("training", "_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
-_of_every_module = itemgetter(*_COMPARED, *sorted({*nn.Module().__dict__} - {*_COMPARED}))
+_compared = itemgetter(*_COMPARED)
+_not_compared = itemgetter(*sorted({*nn.Module().__dict__} - {*_COMPARED}))
 
 
 class _Attributes:
@@ -119,7 +121,7 @@ class _Reading(NamedTuple):
 
     names: list[object]
     identities: list[object]
-    plain: tuple[object, ...]
+    plain: Iterable[object]
     values: tuple[Hashable, ...]
     kept: list[object]
 
@@ -156,7 +158,8 @@ class Snapshot:
         )
         # The modules whose number of attributes may change without effect.
         self._noted = [index for index, own in enumerate(owns) if not _IGNORED.isdisjoint(own)]
-        self._reading, _ = self._read(model)
+        reading, _ = self._read(model)
+        self._reading = reading._replace(plain=tuple(reading.plain))
         self._facts = self._of_equality()
         self.devices = devices_of(modules)
         self.key = key_of(model, modules)
@@ -209,7 +212,7 @@ class Snapshot:
         """Everything that distinguishes snapshots. Some of the names and their number depend on ignored attributes."""
         attributes = self._plain.places, self._referenced.places, self._others.places
         now = self._reading
-        return attributes, tuple(map(id, now.identities)), now.plain, now.values, self._forms.values
+        return attributes, tuple(map(id, now.identities)), tuple(now.plain), now.values, self._forms.values
 
     def _read(self, model: Any) -> tuple[_Reading, list[Tensor]]:
         """Read the state, and the tensors that are compared by `Forms`. Raises an error if a module was freed."""
@@ -217,8 +220,8 @@ class Snapshot:
         kept: list[object] = [options.current()]
         shuffled = _shuffled(owns, self._groups, self._modules)
         kept += shuffled
-        columns = [*zip(*map(_of_every_module, owns), strict=True)]
-        training, children, parameters, buffers, *hooks = columns[: len(_COMPARED)]
+        deque(map(_not_compared, owns), maxlen=0)
+        training, children, parameters, buffers, *hooks = zip(*map(_compared, owns), strict=True)
         modules = [module for module in _values(children) if module is not None]
         tensors = [*_values(parameters), *_values(buffers)]
         exact = [*compress(tensors, self._exact)]
@@ -240,10 +243,9 @@ class Snapshot:
             *map(weakref.ref, modules),
             *map(weakref.ref, self._referenced.values(owns)),
         ]
-        plain = tuple(self._plain.values(owns))
         noted: list[Any] = [self._modules[index]() for index in self._noted]
         names = [*map(len, owns), *[attributes_of(module, without=_IGNORED) for module in noted]]
-        return _Reading(names, identities, plain, values, kept), exact
+        return _Reading(names, identities, self._plain.values(owns), values, kept), exact
 
 
 def devices_of(modules: Iterable[nn.Module]) -> frozenset[torch.device]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_rocm import tensor_forms
 from hf_rocm.forwards.snapshot import Snapshot
+from hf_rocm.generation import tensor_forms
 
 
 class Layer(nn.Module):

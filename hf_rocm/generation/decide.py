@@ -248,12 +248,14 @@ def windows(model: Any, snapshot: Snapshot | None = None) -> Sequence[int | None
     """
     if model.config.is_encoder_decoder:
         return encoder_decoder.windows_of(model.config)
-    last = None if snapshot is None else snapshot.windows
-    if last is not None and last[0].holds():
+    if snapshot is None:
+        return _windows(model)
+    if (last := snapshot.windows) is not None and last[0].holds():
         return last[1]
     functions = Watch(_functions_of_caches(model.config), strangers=True)
     result = _windows(model)
-    if snapshot is not None and hybrid.RECURRENT not in result and not isinstance(result, str):
+    # Recurrent states also depend on other parts of transformers.
+    if not isinstance(result, str) and hybrid.RECURRENT not in result:
         snapshot.windows = functions, result
     return result
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain, compress
 from operator import getitem, is_, itemgetter, not_
@@ -137,7 +137,8 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         self.fingerprint: Fingerprint | None = None  # the last one
-        self.windows: Any = None  # the result of `decide.windows`, with the functions that it depends on
+        # the functions on which the result of `decide.windows` depends, and the result
+        self.windows: tuple[Watch, Sequence[int | None]] | None = None
         modules = modules_of(model)
         owns = [*map(vars, modules)]
         self._modules = [*map(weakref.ref, modules)]

@@ -47,7 +47,7 @@ def made(monkeypatch):
     return result
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "mixtral"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "qwen3"])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_calls_of_an_unchanged_model_make_no_snapshot(kind, sampled, pair, made):
     prepared, stock = pair(kind)
@@ -271,6 +271,9 @@ def test_the_package_of_a_hook_is_not_part_of_a_snapshot_but_is_examined(pair):
     assert sum(known(prepared).turned_away.values()) == 1
 
 
+@pytest.mark.skipif(
+    not hasattr(cache_utils, "StaticSlidingWindowLayer"), reason="this release has no layers with windows"
+)
 def test_windows_follow_replaced_functions_of_caches(pair, monkeypatch):
     """They are computed again only if a function on which they depend was replaced."""
     prepared, _ = pair("mistral")

@@ -141,10 +141,10 @@ class Snapshot:
         self.windows: tuple[Watch, Sequence[int | None]] | None = None
         modules = modules_of(model)
         owns = [*map(vars, modules)]
-        self._modules = [*map(weakref.ref, modules)]
+        self._live = [*map(weakref.ref, modules)]
         self._groups = [index for index, own in enumerate(owns) if SLOT in own]
         # Reading a weight may detach its group, which is one of the attributes.
-        _shuffled(owns, self._groups, self._modules)
+        _shuffled(owns, self._groups, self._live)
         tensors = [tensor for kind in ("_parameters", "_buffers") for tensor in _values([own[kind] for own in owns])]
         self._exact = [*map(is_exact, tensors)]
         self._inexact = [*map(not_, self._exact)]
@@ -196,7 +196,7 @@ class Snapshot:
 
         The attributes in `_IGNORED` are not compared, so the modules that have one are included.
         """
-        modules = (self._modules[index]() for index in self._with_code)
+        modules = (self._live[index]() for index in self._with_code)
         return (module for module in modules if module is not None)
 
     def __eq__(self, other: object) -> bool:
@@ -217,9 +217,9 @@ class Snapshot:
 
     def _read(self, model: Any) -> tuple[_Reading, list[Tensor]]:
         """Read the state, and the tensors that are compared by `Forms`. Raises an error if a module was freed."""
-        owns = [reference().__dict__ for reference in self._modules]
+        owns = [reference().__dict__ for reference in self._live]
         kept: list[object] = [options.current()]
-        shuffled = _shuffled(owns, self._groups, self._modules)
+        shuffled = _shuffled(owns, self._groups, self._live)
         kept += shuffled
         deque(map(_not_compared, owns), maxlen=0)
         training, children, parameters, buffers, *hooks = zip(*map(_compared, owns), strict=True)
@@ -244,7 +244,7 @@ class Snapshot:
             *map(weakref.ref, modules),
             *map(weakref.ref, self._referenced.values(owns)),
         ]
-        noted: list[Any] = [self._modules[index]() for index in self._noted]
+        noted: list[Any] = [self._live[index]() for index in self._noted]
         names = [*map(len, owns), *[attributes_of(module, without=_IGNORED) for module in noted]]
         return _Reading(names, identities, self._plain.values(owns), values, kept), exact
 

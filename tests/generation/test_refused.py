@@ -15,6 +15,7 @@ from torch import nn
 import hf_rocm
 from hf_rocm import ops
 from hf_rocm.generation import decide
+from hf_rocm.generation.fingerprint import snapshot_of
 from hf_rocm.generation.state import known
 from tests.generation.conftest import counted, generate, make, prompt
 
@@ -139,7 +140,9 @@ def test_another_attention_implementation_keeps_transformers_cache(name, pair, m
     prepared, _ = pair(graphs=None)
     monkeypatch.setattr(prepared.config, "_attn_implementation_internal", name)
     mode = type("Mode", (), {"value": "greedy_search"})
-    reason = decide.refuses_call(prepared, copy.deepcopy(prepared.generation_config), {}, mode)
+    reason = decide.refuses_call(
+        prepared, copy.deepcopy(prepared.generation_config), {}, mode, snapshot=snapshot_of(prepared)
+    )
     assert reason == f"the attention implementation {name!r} does not accept sequence lengths"
 
 

@@ -335,12 +335,10 @@ def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], at
     if cache.drafts is not None:
         step = speculation.verifying(step)
         if not args:
-            cache.choice = verification.of_call(self, arguments, _thread.observer)
+            cache.choice = verification.of_call(self, arguments, _thread.observer, attempt.rounds)
             criteria = stop_criteria.replacement(arguments, cache.choice and cache.choice.tokens)
             arguments = {**arguments, **criteria}
             lookahead = cache.choice.lookahead if cache.choice and criteria else None
-            if attempt.rounds is not None and cache.choice is not None:
-                cache.choice.rounds, attempt.rounds.known = attempt.rounds, cache.choice.tokens
     try:
         with (
             deferred_stop.stopping_on_time(),
@@ -364,8 +362,7 @@ def _rounds(self: Any, cache: DecodeCache) -> Rounds | None:
     if SETTINGS not in drafting.__dict__:
         state_of(self).plain_assistants += 1
         return None
-    observed = _thread.observer is not None
-    return Rounds(drafting, self, limit=cache.limit, translated=_thread.translated, observed=observed)
+    return Rounds(drafting, self, limit=cache.limit, translated=_thread.translated, observed=bool(_thread.observer))
 
 
 def _without_last(result: Any, steps: int, cache: DecodeCache) -> Any:

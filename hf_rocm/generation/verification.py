@@ -84,11 +84,13 @@ class Verification:
         return tokens, on_host
 
 
-def of_call(model: Any, arguments: Mapping[str, Any], observer: str | None = None) -> Verification | None:
+def of_call(
+    model: Any, arguments: Mapping[str, Any], observer: str | None = None, rounds: Rounds | None = None
+) -> Verification | None:
     """Return how a call of `_assisted_decoding` accepts drafts; None if transformers reads the logits.
 
     arguments: the keyword arguments of `_assisted_decoding`. observer: the name of a user's class whose code runs
-    between two steps, or None.
+    between two steps, or None. rounds: those of the call's assistant, or None.
     """
     config = arguments["generation_config"]
     mixed = getattr(config, "assistant_ensemble_weight", None) is not None
@@ -100,7 +102,11 @@ def of_call(model: Any, arguments: Mapping[str, Any], observer: str | None = Non
     adaptive = observer is None and not _EXCEEDS_LENGTH
     result = Verification(arguments["logits_processor"], early=early, adaptive=adaptive)
     # `holds` returns False if there are logits processors.
-    return result if result.holds() else None
+    if not result.holds():
+        return None
+    if rounds is not None:
+        result.rounds, rounds.known = rounds, result.tokens
+    return result
 
 
 # Before 5.14, the last step of a call may exceed the maximum length, and the excess depends on the verified drafts.

@@ -61,6 +61,9 @@ def test_a_step_of_one_token_is_one_operation(kind, pair):  # noqa: F811
     assert counted(prepared)[1] > 5
     assert steps(routes) == {"attend_into_cache"}
     assert {route.tier for route in routes if route.operation == "attend_into_cache"} == {"triton"}
+    angles = [route for route in routes if route.operation == "rotary_angles"]
+    assert {route.tier for route in angles} == {"triton"}
+    assert {route.shapes[1][1] for route in angles} == {1, inputs["input_ids"].shape[1]}, "in prompts and in steps"
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt_oss"])

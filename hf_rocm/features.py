@@ -211,6 +211,8 @@ FEATURES: dict[str, tuple[str, ...]] = {
         f"{_BATCHES}scheduler:Scheduler._process_candidates",
         f"{_BATCHES}continuous_api:ContinuousBatchingManager._create_batch_processor",
     ),
+    # the update of the frequencies before the forward of a rotary embedding
+    "rotary_embedding": ("transformers.modeling_rope_utils:dynamic_rope_update",),
     "static_cache": (f"{_CACHES}StaticCache", f"{_CACHES}StaticLayer", f"{_CACHES}Cache.update"),
     # encoders whose calls are padded to a few lengths
     **{

@@ -30,6 +30,7 @@ from hf_rocm.layers.mlp import GatedMLP, JoinedMLP, PlainMLP, activated
 from hf_rocm.layers.norm import RMSNorm, dropout_reason
 from hf_rocm.layers.packed import packed
 from hf_rocm.layers.release import before, rounded_root
+from hf_rocm.layers.rotary import RotaryEmbedding
 from hf_rocm.layers.router import GroupedRouter, TopKRouter
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "PreNormEncoderLayer",
     "PreNormLayer",
     "RMSNorm",
+    "RotaryEmbedding",
     "SoftmaxMoE",
     "StackedExperts",
     "TopKRouter",

@@ -24,6 +24,7 @@ from hf_rocm.ops.pointwise import act_and_mul, add_rms_norm, rms_norm, rope
 from hf_rocm.ops.quantized import quantized_linear
 from hf_rocm.ops.registry import recording
 from hf_rocm.ops.rope_into_cache import rope_into_cache
+from hf_rocm.ops.rotary_angles import rotary_angles
 from hf_rocm.ops.routing import choose_experts
 from hf_rocm.ops.shuffled import Shuffled, shuffle, shuffled_linear
 from hf_rocm.ops.specs.pointwise import Norm
@@ -60,6 +61,7 @@ __all__ = [
     "rms_norm",
     "rope",
     "rope_into_cache",
+    "rotary_angles",
     "shuffle",
     "shuffle_experts",
     "shuffled_experts",

@@ -1,4 +1,4 @@
-"""The rotations of queries and keys in attention modules, as specifications of `rope`."""
+"""Rotary embeddings as specifications of operations: the angles, and the rotations in attention modules."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_rocm.ops.specs.pointwise import RopeSpec
+from hf_rocm.layers.rotary import RotaryEmbedding, changes_frequencies, frequencies
+from hf_rocm.ops.specs.pointwise import RopeSpec, RotaryAnglesSpec
 from hf_rocm.overlay import bind
 from hf_rocm.tools.attention_specifications import heads_of
 
@@ -31,6 +32,23 @@ def rotated_dims(model: nn.Module) -> dict[str, set[int]]:
             if name.endswith("inv_freq") and not name.startswith("original_") and buffer is not None:
                 dims.setdefault(parent, set()).add(2 * len(buffer))
     return dims
+
+
+def of_angles(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    """Yield the (operation, situation, specification) tuples of a rotary embedding. dtype: of the hidden states."""
+    layer = getattr(bind.binding_of(module), "layer", None)
+    if not isinstance(layer, RotaryEmbedding) or bind.mode_of(module) == bind.OFF:
+        return
+    kinds = getattr(module, "rope_type", None)
+    for layer_type in kinds if isinstance(kinds, dict) else (None,):
+        parts = None if changes_frequencies(module, layer_type) else frequencies(module, layer_type)
+        if parts is not None:
+            inv_freq = parts[0]
+            result = torch.float32 if layer.wide else dtype
+            spec = RotaryAnglesSpec(
+                result, inv_freq.dtype, torch.int64, inv_freq.device, len(inv_freq), layer.layout, False
+            )
+            yield "rotary_angles", f"{len(inv_freq)} frequencies, {layer.layout}", tuple(spec)
 
 
 def of_rotation(

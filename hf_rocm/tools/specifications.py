@@ -21,7 +21,7 @@ from hf_rocm.ops.specs.linear import LinearSpec
 from hf_rocm.ops.specs.pointwise import ActivationSpec, NormSpec
 from hf_rocm.overlay import bind
 from hf_rocm.tools.attention_specifications import of_attention
-from hf_rocm.tools.rotary_specifications import of_rotation, rotated_dims
+from hf_rocm.tools.rotary_specifications import of_angles, of_rotation, rotated_dims
 from hf_rocm.weights import mxfp4_experts, quantized
 from hf_rocm.weights.preshuffle import shuffled_weight
 
@@ -32,7 +32,9 @@ def specifications(model: nn.Module) -> list[Specification]:
     """Return the distinct (operation, situation, specification) tuples of the model's typical inference calls."""
     specs: dict[Specification, None] = {}
     dims = rotated_dims(model)
+    dtype = next((parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()), torch.float32)
     for path, module in model.named_modules():
+        specs.update(dict.fromkeys(of_angles(module, dtype)))
         specs.update(dict.fromkeys(_of_shuffled(module)))
         if bind.mode_of(module) == bind.OFF:
             continue

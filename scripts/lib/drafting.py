@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from lib import attention_lines
 from lib.attention_shape import Attention, Unknown, attention_shape
+from lib.rotary_shape import rotary_layer
 
 HEAD = '''\
 """ROCm overlay of {module}, {first} and up."""
@@ -44,7 +45,7 @@ hidden_states = self\.(?P<mlp>\w+)\(hidden_states\)
 )?hidden_states = residual \+ hidden_states
 return hidden_states"""
 )
-_ORDER = ("RMSNorm", "GatedMLP", "JoinedMLP", "StackedExperts", "PreNormLayer")
+_ORDER = ("RMSNorm", "RotaryEmbedding", "GatedMLP", "JoinedMLP", "StackedExperts", "PreNormLayer")
 _UNGATED = re.compile(
     r"self\.\w+\((?:self\.\w+\()?(?:self\.act_fn|self\.activation_fn|self\.act)\(self\.\w+\(\w+\)\)\)?\)"
 )
@@ -157,6 +158,8 @@ def _declared(cls: ast.ClassDef, forward: ast.FunctionDef) -> str | None:
     """The declared layer to which a class is bound, as the text after `layers.`; None for other classes."""
     if cls.name.endswith("RMSNorm"):
         return _norm(cls, forward)
+    if cls.name.endswith("RotaryEmbedding"):
+        return rotary_layer(forward)
     if cls.name.endswith(("MLP", "FeedForward")):
         return _mlp(forward)
     if cls.name.endswith("Experts"):

@@ -63,6 +63,7 @@ FEW = {
     "test_norm": "test_rms_norm",
     "test_paged": "test_a_new_key_replaces_an_older_one",
     "test_rope": "test_rope",
+    "test_rotary_angles": "test_rotary_angles",
     "test_rounding": "test_a_view_and_no_rows_are_supported",
     "test_routing": "test_choose_experts",
     "test_step": "test_finish_step",

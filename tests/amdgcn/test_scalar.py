@@ -105,6 +105,7 @@ def test_single_operands_and_immediates_are_supported(arch):
         "s_movk_i32 s8, 0x8000": {0: 0xFFFF8000},
         "s_sext_i32_i8 s8, s4": {0x80: 0xFFFFFF80},
         "s_bcnt1_i32_b32 s8, s4": {0xF0F0: 8},
+        f"{'s_flbit_i32' if arch in CDNA else 's_cls_i32'} s8, s4": {1: 31, 0xFFFF0000: 16, 0: WORD, WORD: WORD},
     }
     for text, pairs in cases.items():
         for source, expected in pairs.items():

@@ -49,6 +49,11 @@ def permuted(a: int, b: int, c: int) -> int:
     return int.from_bytes(bytes(result), "little")
 
 
+def sign_bits(a: int) -> int:
+    """The number of leading bits that equal the sign; -1 if all do."""
+    return next((count for count in range(1, 32) if (a >> 31 - count ^ a >> 31) & 1), -1)
+
+
 def median(*numbers: int) -> int:
     return sorted(numbers)[1]
 
@@ -104,6 +109,7 @@ BY_GENERATION: dict[bool, dict[str, Callable[..., int]]] = {
         "v_sub_u32_e32": lambda a, b: a - b,
         "v_subrev_u32_e32": lambda a, b: b - a,
         "v_ffbh_u32_e32": lambda a: 32 - a.bit_length() if a else -1,
+        "v_ffbh_i32_e32": sign_bits,
         "v_ffbl_b32_e32": lambda a: (a & -a).bit_length() - 1,
         "v_lshlrev_b16_e32": lambda a, b: b << (a & 15) & 0xFFFF,
         "v_lshrrev_b16_e32": lambda a, b: (b & 0xFFFF) >> (a & 15),
@@ -117,6 +123,7 @@ BY_GENERATION: dict[bool, dict[str, Callable[..., int]]] = {
         "v_xor3_b32": lambda a, b, c: a ^ b ^ c,
         "v_xnor_b32_e32": lambda a, b: ~(a ^ b),
         "v_clz_i32_u32_e32": lambda a: 32 - a.bit_length() if a else -1,
+        "v_cls_i32_e32": sign_bits,
         "v_ctz_i32_b32_e32": lambda a: (a & -a).bit_length() - 1,
     },
 }

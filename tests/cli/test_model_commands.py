@@ -42,7 +42,7 @@ def test_explain_lists_the_kernels_as_json(checkpoint, capsys):
     assert main(["explain", checkpoint, "--force", "--device", "cpu", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     listed = {kernel["operation"] for kernel in data["kernels"]}
-    assert listed == {"attention", "linear", "act_and_mul", "add_rms_norm", "rms_norm", "rope"}
+    assert listed == {"attention", "linear", "act_and_mul", "add_rms_norm", "rms_norm", "rope", "rotary_angles"}
 
 
 def test_explain_without_force_reports_a_stock_model(checkpoint, capsys):

@@ -7,6 +7,8 @@ import torch
 
 from hf_rocm import ops, options
 from hf_rocm.ops.pointwise import ACTIVATIONS, eager_act_and_mul, eager_rms_norm, torch_act_and_mul
+from hf_rocm.ops.rotary_angles import LAYOUTS
+from hf_rocm.ops.rotary_angles import stock as stock_angles
 from tests.tolerance import assert_as_good_as_eager
 
 pytestmark = pytest.mark.gpu
@@ -37,6 +39,19 @@ def angles(batch, length, rotated, dtype, *, interleaved=False):
     turns = random(batch, length, rotated // 2, dtype=torch.float64, seed=9) * 6
     doubled = turns.repeat_interleave(2, -1) if interleaved else torch.cat((turns, turns), -1)
     return doubled.cos().to(dtype), doubled.sin().to(dtype)
+
+
+@each_dtype
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rotary_angles_are_as_accurate_as_pytorchs_functions(layout, dtype):
+    inv_freq = 10000.0 ** -(torch.arange(64, device="cuda") / 64)
+    for position_ids in (torch.tensor([[131071]]), torch.arange(131073)[None], torch.arange(2**20 - 9, 2**20)[None]):
+        arguments = inv_freq, position_ids.cuda()
+        outputs = routed("triton", "rotary_angles", *arguments, dtype=dtype, scaling=1.25, layout=layout)
+        eager = stock_angles(*arguments, 1.25, layout, dtype)
+        expected = stock_angles(inv_freq.double(), arguments[1], 1.25, layout, dtype)
+        for results in zip(outputs, eager, expected, strict=True):
+            assert_as_good_as_eager(*results)
 
 
 def heads(b, s, dtype, *, h=32, kv=8, d=128):

@@ -131,6 +131,10 @@ CALLS = {
     "act": (lambda: ops.act(ONES(2, 4), activation="quick_gelu"), ((2, 4),)),
     "act_and_mul": (lambda: ops.act_and_mul(ONES(2, 4), activation="silu"), ((2, 4),)),
     "rope": (lambda: ops.rope(*HEADS[:2], *ANGLES), ((1, 4, 1, 8), (1, 2, 1, 8))),
+    "rotary_angles": (
+        lambda: ops.rotary_angles(ONES(4), ONES(2, 3).long(), dtype=torch.float32),
+        ((4,), (2, 3)),
+    ),
     "rope_into_cache": (
         lambda: ops.rope_into_cache(
             *HEADS, *ANGLES, keys=ONES(1, 2, 5, 8), values=ONES(1, 2, 5, 6), position=torch.tensor([3])

@@ -42,6 +42,7 @@ BUILDERS = {
     "rms_norm": "pointwise.rms_norm",
     "rope": "pointwise.rope",
     "rope_into_cache": "rope_into_cache._specification",
+    "rotary_angles": "rotary_angles._specification",
     "round_rows": "round_rows._specification",
     "varlen_attention": "varlen.varlen_attention",
 }

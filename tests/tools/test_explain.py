@@ -200,7 +200,7 @@ def test_a_next_step_is_given_for_a_model_that_is_stock_because_there_is_no_rocm
     assert not explanation.without_overlay and "next: hf-rocm doctor" in str(explanation)
 
 
-@pytest.mark.parametrize("columns", ["60", "80", "120", "200"])
+@pytest.mark.parametrize("columns", ["70", "80", "120", "200"])
 def test_a_count_is_on_the_same_line_as_its_class(llama, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     lines = str(hf_rocm.explain(llama)).splitlines()

@@ -61,6 +61,22 @@ def test_a_step_of_one_token_is_one_operation(kind, pair):  # noqa: F811
     assert counted(prepared)[1] > 5
     assert steps(routes) == {"attend_into_cache"}
     assert {route.tier for route in routes if route.operation == "attend_into_cache"} == {"triton"}
+    angles = [route for route in routes if route.operation == "rotary_angles"]
+    assert {route.tier for route in angles} == {"triton"}
+    assert {route.shapes[1][1] for route in angles} == {1, inputs["input_ids"].shape[1]}, "in prompts and in steps"
+
+
+def test_recorded_steps_follow_a_changed_rotary_embedding(pair):  # noqa: F811
+    prepared, stock = pair("llama")
+    outputs = []
+    with torch.no_grad():
+        for scaling, factor in ((1.0, 1.0), (1.5, 1.0), (1.5, 0.37)):
+            for model in (prepared, stock):
+                model.model.rotary_emb.attention_scaling = scaling
+                model.model.rotary_emb.inv_freq.mul_(factor)
+            outputs.append(generate(stock, new=8))
+            assert torch.equal(generate(prepared, new=8), outputs[-1])
+    assert counted(prepared)[1] > 5 and len({tuple(output.flatten().tolist()) for output in outputs}) == 3
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt_oss"])

@@ -77,6 +77,18 @@ class ActSpec(NamedTuple):
     grad: bool
 
 
+class RotaryAnglesSpec(NamedTuple):
+    """The specification of `rotary_angles`. dtype: that of cos and sin. frequencies: R / 2."""
+
+    dtype: torch.dtype
+    freq_dtype: torch.dtype
+    position_dtype: torch.dtype
+    device: torch.device
+    frequencies: int
+    layout: str
+    grad: bool
+
+
 class RopeSpec(NamedTuple):
     """The specification of `rope`."""
 

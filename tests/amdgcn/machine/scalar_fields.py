@@ -92,10 +92,14 @@ def _bit_field(c: Compiling, *, signed: bool, wide: bool) -> Step:
 
 
 def _counts(c: Compiling) -> Step | None:
-    """s_bcnt0, s_bcnt1, s_ff1, s_ctz, s_flbit and s_clz of a 32-bit or 64-bit value."""
-    match = re.fullmatch(r"s_(bcnt[01]_i32|ff1_i32|ctz_i32|flbit_i32|clz_i32_u32|clz_i32_u64)(?:_b(32|64))?", c.base)
+    """s_bcnt0, s_bcnt1, s_ff1, s_ctz, s_flbit, s_clz and s_cls of a 32-bit or 64-bit value."""
+    match = re.fullmatch(
+        r"s_(bcnt[01]_i32|ff1_i32|ctz_i32|flbit_i32|cls_i32|clz_i32_u32|clz_i32_u64)(?:_b(32|64))?", c.base
+    )
     if not match:
         return None
+    # The number of leading bits that equal the sign.
+    signed = c.base in ("s_flbit_i32", "s_cls_i32")
     bits = 64 if match[2] == "64" or match[1].endswith("u64") else 32
     read, write = scalar_reader(c.operands[1], "U" if bits == 64 else "u"), put(c, c.operands[0])
     kind = match[1]
@@ -103,6 +107,8 @@ def _counts(c: Compiling) -> Step | None:
     def step(state: State) -> None:
         octets = np.ascontiguousarray(read(state)).view(np.uint8).reshape(-1, bits // 8)
         ones = np.unpackbits(octets, axis=1, bitorder="little").astype(bool)
+        if signed:
+            ones ^= ones[:, -1:]
         if kind.startswith("bcnt"):
             value = (ones if kind[4] == "1" else ~ones).sum(1)
             state.scc = np.broadcast_to(value != 0, state.count)

@@ -181,6 +181,7 @@ define("v_bfm_b32", "uu", "u", lambda a, b: ((u32(1) << _amount(a)) - u32(1)) <<
 define("v_bfrev_b32", "u", "u", reverse_bits)
 define("v_bcnt_u32_b32", "uu", "u", lambda a, b: _count_ones(a) + b)
 define("v_ffbh_u32 v_clz_i32_u32", "u", "u", _leading_zeros)
+define("v_ffbh_i32 v_cls_i32", "i", "u", lambda a: _leading_zeros((a ^ (a >> 31)).view(u32)))
 define("v_ffbl_b32 v_ctz_i32_b32", "u", "u", _trailing_zeros)
 define("v_perm_b32", "uuu", "u", permute_bytes)
 define("v_alignbit_b32", "uuu", "u", lambda a, b, c: _align(a, b, c & u32(31)))

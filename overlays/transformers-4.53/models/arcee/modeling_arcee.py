@@ -15,12 +15,14 @@ if overlay is not None and overlay.wanted(__name__):
         ArceeAttention,
         ArceeDecoderLayer,
         ArceeRMSNorm,
+        ArceeRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(ArceeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(ArceeRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(ArceeDecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(ArceeAttention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         BitNetDecoderLayer,
         BitNetMLP,
         BitNetRMSNorm,
+        BitNetRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(BitNetRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(BitNetRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(BitNetDecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(BitNetAttention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -11,10 +11,16 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.cohere.modeling_cohere import CohereAttention, CohereMLP, apply_rotary_pos_emb
+    from transformers.models.cohere.modeling_cohere import (
+        CohereAttention,
+        CohereMLP,
+        CohereRotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
 
     from hf_rocm import layers, ops
 
+    overlay.binds(CohereRotaryEmbedding, layers.RotaryEmbedding(layout="pairs"))
     overlay.binds(CohereMLP, layers.GatedMLP())
 
     @overlay.replaces(CohereAttention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -11,10 +11,16 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.cohere2.modeling_cohere2 import Cohere2Attention, Cohere2MLP, apply_rotary_pos_emb
+    from transformers.models.cohere2.modeling_cohere2 import (
+        Cohere2Attention,
+        Cohere2MLP,
+        Cohere2RotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
 
     from hf_rocm import layers, ops
 
+    overlay.binds(Cohere2RotaryEmbedding, layers.RotaryEmbedding(layout="pairs"))
     overlay.binds(Cohere2MLP, layers.GatedMLP())
 
     @overlay.replaces(Cohere2Attention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -13,6 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
         DeepseekV3DecoderLayer,
         DeepseekV3MLP,
         DeepseekV3RMSNorm,
+        DeepseekV3RotaryEmbedding,
         DeepseekV3TopkRouter,
         apply_rotary_pos_emb,
         apply_rotary_pos_emb_interleave,
@@ -21,6 +22,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers, ops
 
     overlay.binds(DeepseekV3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(DeepseekV3RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(DeepseekV3MLP, layers.GatedMLP())
     overlay.binds_first(
         "transformers.models.deepseek_v3.modeling_deepseek_v3",

@@ -13,6 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
         Dots1DecoderLayer,
         Dots1MLP,
         Dots1RMSNorm,
+        Dots1RotaryEmbedding,
         Dots1TopkRouter,
         apply_rotary_pos_emb,
     )
@@ -20,6 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(Dots1RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Dots1RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Dots1MLP, layers.GatedMLP())
     overlay.binds_first(
         "transformers.models.dots1.modeling_dots1",

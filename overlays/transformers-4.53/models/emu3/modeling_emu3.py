@@ -11,11 +11,18 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.emu3.modeling_emu3 import Emu3Attention, Emu3MLP, Emu3RMSNorm, apply_rotary_pos_emb
+    from transformers.models.emu3.modeling_emu3 import (
+        Emu3Attention,
+        Emu3MLP,
+        Emu3RMSNorm,
+        Emu3RotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
 
     from hf_rocm import layers
 
     overlay.binds(Emu3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Emu3RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Emu3MLP, layers.GatedMLP())
 
     @overlay.replaces(Emu3Attention, fuses=("q_proj", "k_proj", "v_proj"))

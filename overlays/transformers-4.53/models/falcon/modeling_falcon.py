@@ -11,9 +11,11 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.falcon.modeling_falcon import FalconAttention, apply_rotary_pos_emb
+    from transformers.models.falcon.modeling_falcon import FalconAttention, FalconRotaryEmbedding, apply_rotary_pos_emb
 
     from hf_rocm import layers, ops
+
+    overlay.binds(FalconRotaryEmbedding, layers.RotaryEmbedding())
 
     with_cache = layers.before("4.54")
 

@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         GemmaDecoderLayer,
         GemmaMLP,
         GemmaRMSNorm,
+        GemmaRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(GemmaRMSNorm, layers.RMSNorm(eps="eps", one_plus=True))
+    overlay.binds(GemmaRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(GemmaMLP, layers.GatedMLP())
     overlay.binds(GemmaDecoderLayer, layers.PreNormLayer())
 

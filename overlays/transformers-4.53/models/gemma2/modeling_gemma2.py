@@ -17,12 +17,14 @@ if overlay is not None and overlay.wanted(__name__):
         Gemma2DecoderLayer,
         Gemma2MLP,
         Gemma2RMSNorm,
+        Gemma2RotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(Gemma2RMSNorm, layers.RMSNorm(eps="eps", one_plus=True))
+    overlay.binds(Gemma2RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Gemma2MLP, layers.GatedMLP())
     overlay.binds(
         Gemma2DecoderLayer,

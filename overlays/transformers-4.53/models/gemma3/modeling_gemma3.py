@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         Gemma3DecoderLayer,
         Gemma3MLP,
         Gemma3RMSNorm,
+        Gemma3RotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(Gemma3RMSNorm, layers.RMSNorm(eps="eps", one_plus=True))
+    overlay.binds(Gemma3RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Gemma3MLP, layers.GatedMLP())
     overlay.binds(
         Gemma3DecoderLayer,

@@ -22,6 +22,12 @@ if overlay is not None and overlay.wanted(__name__):
 
     from hf_rocm import layers, ops
 
+    overlay.binds_first(
+        "transformers.models.gemma3n.modeling_gemma3n",
+        Gemma3nRotaryEmbedding=layers.RotaryEmbedding(),
+        Gemma3nTextRotaryEmbedding=layers.RotaryEmbedding(),
+    )
+
     keys_in_cache = layers.before("4.56")
 
     @overlay.replaces(Gemma3nTextAttention, fuses=("q_proj", "k_proj", "v_proj"))

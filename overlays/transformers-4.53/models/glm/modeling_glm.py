@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         GlmDecoderLayer,
         GlmMLP,
         GlmRMSNorm,
+        GlmRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
 
     overlay.binds(GlmRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(GlmRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(GlmMLP, layers.JoinedMLP())
     overlay.binds(GlmDecoderLayer, layers.PreNormLayer())
 

@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         Glm4DecoderLayer,
         Glm4MLP,
         Glm4RMSNorm,
+        Glm4RotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
 
     overlay.binds(Glm4RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Glm4RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Glm4MLP, layers.JoinedMLP())
     overlay.binds(Glm4DecoderLayer, layers.PreNormLayer(post_norms=("post_self_attn_layernorm", "post_mlp_layernorm")))
 

@@ -11,9 +11,15 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXAttention, apply_rotary_pos_emb
+    from transformers.models.gpt_neox.modeling_gpt_neox import (
+        GPTNeoXAttention,
+        GPTNeoXRotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
 
     from hf_rocm import layers
+
+    overlay.binds(GPTNeoXRotaryEmbedding, layers.RotaryEmbedding())
 
     @overlay.replaces(GPTNeoXAttention)
     def gpt_neox_attention(self, stock, hidden_states, attention_mask, *more, **kwargs):

@@ -12,12 +12,14 @@ if overlay is not None and overlay.wanted(__name__):
         GraniteAttention,
         GraniteMLP,
         GraniteRMSNorm,
+        GraniteRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(GraniteRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(GraniteRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(GraniteMLP, layers.GatedMLP())
 
     @overlay.replaces(GraniteAttention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -13,6 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
         GraniteMoeMoE,
         GraniteMoeParallelExperts,  # noqa: F401 - imported for its digest
         GraniteMoeRMSNorm,
+        GraniteMoeRotaryEmbedding,
         GraniteMoeTopKGating,  # noqa: F401 - imported for its digest
         apply_rotary_pos_emb,
     )
@@ -20,6 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(GraniteMoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(GraniteMoeRotaryEmbedding, layers.RotaryEmbedding())
 
     @overlay.replaces(GraniteMoeAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def granitemoe_attention(

@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         HeliumDecoderLayer,
         HeliumMLP,
         HeliumRMSNorm,
+        HeliumRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
 
     overlay.binds(HeliumRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(HeliumRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(HeliumMLP, layers.GatedMLP())
     overlay.binds(HeliumDecoderLayer, layers.PreNormLayer())
 

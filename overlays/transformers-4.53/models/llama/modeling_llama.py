@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         LlamaDecoderLayer,
         LlamaMLP,
         LlamaRMSNorm,
+        LlamaRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(LlamaRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(LlamaRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(LlamaMLP, layers.GatedMLP())
     overlay.binds(LlamaDecoderLayer, layers.PreNormLayer())
 

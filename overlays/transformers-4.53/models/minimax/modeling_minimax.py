@@ -15,6 +15,7 @@ if overlay is not None and overlay.wanted(__name__):
         MiniMaxAttention,
         MiniMaxBlockSparseTop2MLP,  # noqa: F401 - imported for its digest
         MiniMaxRMSNorm,
+        MiniMaxRotaryEmbedding,
         MiniMaxSparseMoeBlock,
         apply_rotary_pos_emb,
     )
@@ -22,6 +23,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(MiniMaxRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(MiniMaxRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(MiniMaxSparseMoeBlock, layers.SoftmaxMoE(experts=("w1", "w3", "w2", "act_fn"), jitter="jitter_noise"))
 
     @overlay.replaces(MiniMaxAttention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         MistralDecoderLayer,
         MistralMLP,
         MistralRMSNorm,
+        MistralRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(MistralRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(MistralRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(MistralMLP, layers.GatedMLP())
     overlay.binds(MistralDecoderLayer, layers.PreNormLayer())
 

@@ -13,6 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
         MixtralBlockSparseTop2MLP,  # noqa: F401 - imported for its digest
         MixtralDecoderLayer,
         MixtralRMSNorm,
+        MixtralRotaryEmbedding,
         MixtralSparseMoeBlock,
         apply_rotary_pos_emb,
     )
@@ -20,6 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(MixtralRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(MixtralRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(MixtralSparseMoeBlock, layers.SoftmaxMoE(experts=("w1", "w3", "w2", "act_fn"), jitter="jitter_noise"))
     overlay.binds(MixtralDecoderLayer, layers.PreNormLayer(mlp="block_sparse_moe"))
 

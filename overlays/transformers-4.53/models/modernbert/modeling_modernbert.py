@@ -12,11 +12,14 @@ if overlay is not None and overlay.wanted(__name__):
         MODERNBERT_ATTENTION_FUNCTION,  # noqa: F401 - the functions that ops.attention replaces
         ModernBertAttention,
         ModernBertMLP,
+        ModernBertRotaryEmbedding,
         apply_rotary_pos_emb,
         sdpa_attention_forward,  # noqa: F401
     )
 
     from hf_rocm import layers, ops
+
+    overlay.binds(ModernBertRotaryEmbedding, layers.RotaryEmbedding())
 
     @overlay.replaces(ModernBertAttention)
     def modernbert_attention(self, stock, hidden_states, *more, **kwargs):

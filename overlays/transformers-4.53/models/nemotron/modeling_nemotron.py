@@ -14,11 +14,14 @@ if overlay is not None and overlay.wanted(__name__):
     # the class table selects NemotronSdpaAttention; its base class, NemotronAttention, is imported for its digest
     from transformers.models.nemotron.modeling_nemotron import (
         NemotronAttention,  # noqa: F401
+        NemotronRotaryEmbedding,
         NemotronSdpaAttention,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
+
+    overlay.binds(NemotronRotaryEmbedding, layers.RotaryEmbedding())
 
     @overlay.replaces(NemotronSdpaAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def nemotron_attention(

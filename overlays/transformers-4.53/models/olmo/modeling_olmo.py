@@ -11,10 +11,17 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.olmo.modeling_olmo import OlmoAttention, OlmoDecoderLayer, OlmoMLP, apply_rotary_pos_emb
+    from transformers.models.olmo.modeling_olmo import (
+        OlmoAttention,
+        OlmoDecoderLayer,
+        OlmoMLP,
+        OlmoRotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
 
     from hf_rocm import layers
 
+    overlay.binds(OlmoRotaryEmbedding, layers.RotaryEmbedding(wide=True))
     overlay.binds(OlmoMLP, layers.GatedMLP())
     overlay.binds(OlmoDecoderLayer, layers.PreNormLayer())
 

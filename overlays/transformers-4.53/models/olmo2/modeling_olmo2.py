@@ -8,11 +8,18 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention, Olmo2MLP, Olmo2RMSNorm, apply_rotary_pos_emb
+    from transformers.models.olmo2.modeling_olmo2 import (
+        Olmo2Attention,
+        Olmo2MLP,
+        Olmo2RMSNorm,
+        Olmo2RotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
 
     from hf_rocm import layers
 
     overlay.binds(Olmo2RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Olmo2RotaryEmbedding, layers.RotaryEmbedding(wide=True))
     overlay.binds(Olmo2MLP, layers.GatedMLP())
 
     @overlay.replaces(Olmo2Attention, fuses=("q_proj", "k_proj", "v_proj"))

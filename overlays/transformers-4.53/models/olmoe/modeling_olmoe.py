@@ -11,6 +11,7 @@ if overlay is not None and overlay.wanted(__name__):
     from transformers.models.olmoe.modeling_olmoe import (
         OlmoeMLP,  # noqa: F401 - imported for its digest
         OlmoeRMSNorm,
+        OlmoeRotaryEmbedding,
         OlmoeSdpaAttention,
         OlmoeSparseMoeBlock,
         apply_rotary_pos_emb,
@@ -19,6 +20,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(OlmoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(OlmoeRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(OlmoeSparseMoeBlock, layers.SoftmaxMoE(normalise="norm_topk_prob"))
 
     @overlay.replaces(OlmoeSdpaAttention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -11,9 +11,15 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.persimmon.modeling_persimmon import PersimmonAttention, apply_rotary_pos_emb
+    from transformers.models.persimmon.modeling_persimmon import (
+        PersimmonAttention,
+        PersimmonRotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
 
     from hf_rocm import layers
+
+    overlay.binds(PersimmonRotaryEmbedding, layers.RotaryEmbedding())
 
     with_cache = layers.before("4.54")
 

@@ -11,9 +11,11 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.phi.modeling_phi import PhiAttention, apply_rotary_pos_emb
+    from transformers.models.phi.modeling_phi import PhiAttention, PhiRotaryEmbedding, apply_rotary_pos_emb
 
     from hf_rocm import layers
+
+    overlay.binds(PhiRotaryEmbedding, layers.RotaryEmbedding())
 
     @overlay.replaces(PhiAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def phi_attention(self, stock, hidden_states, position_embeddings, attention_mask, past_key_values=None, **kwargs):

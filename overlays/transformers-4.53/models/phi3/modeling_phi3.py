@@ -8,11 +8,18 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.phi3.modeling_phi3 import Phi3Attention, Phi3MLP, Phi3RMSNorm, apply_rotary_pos_emb
+    from transformers.models.phi3.modeling_phi3 import (
+        Phi3Attention,
+        Phi3MLP,
+        Phi3RMSNorm,
+        Phi3RotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
 
     from hf_rocm import layers
 
     overlay.binds(Phi3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Phi3RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Phi3MLP, layers.JoinedMLP())
 
     @overlay.replaces(Phi3Attention)

@@ -15,12 +15,14 @@ if overlay is not None and overlay.wanted(__name__):
         Phi4MultimodalAttention,
         Phi4MultimodalMLP,
         Phi4MultimodalRMSNorm,
+        Phi4MultimodalRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(Phi4MultimodalRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Phi4MultimodalRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Phi4MultimodalMLP, layers.JoinedMLP())
 
     @overlay.replaces(Phi4MultimodalAttention)

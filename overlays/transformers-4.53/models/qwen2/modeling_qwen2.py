@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         Qwen2DecoderLayer,
         Qwen2MLP,
         Qwen2RMSNorm,
+        Qwen2RotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(Qwen2RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Qwen2RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Qwen2MLP, layers.GatedMLP())
     overlay.binds(Qwen2DecoderLayer, layers.PreNormLayer())
 

@@ -11,6 +11,7 @@ if overlay is not None and overlay.wanted(__name__):
     from transformers.models.qwen2_moe.modeling_qwen2_moe import (
         Qwen2MoeMLP,
         Qwen2MoeRMSNorm,
+        Qwen2MoeRotaryEmbedding,
         Qwen2MoeSdpaAttention,
         Qwen2MoeSparseMoeBlock,
         apply_rotary_pos_emb,
@@ -19,6 +20,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(Qwen2MoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Qwen2MoeRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Qwen2MoeMLP, layers.GatedMLP())
     overlay.binds(
         Qwen2MoeSparseMoeBlock,

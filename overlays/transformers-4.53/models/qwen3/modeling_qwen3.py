@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         Qwen3DecoderLayer,
         Qwen3MLP,
         Qwen3RMSNorm,
+        Qwen3RotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(Qwen3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Qwen3RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Qwen3MLP, layers.GatedMLP())
     overlay.binds(Qwen3DecoderLayer, layers.PreNormLayer())
 

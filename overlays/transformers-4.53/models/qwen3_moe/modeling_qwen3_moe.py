@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         Qwen3MoeDecoderLayer,
         Qwen3MoeMLP,
         Qwen3MoeRMSNorm,
+        Qwen3MoeRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(Qwen3MoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Qwen3MoeRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Qwen3MoeMLP, layers.GatedMLP())
     overlay.binds_first(
         "transformers.models.qwen3_moe.modeling_qwen3_moe",

@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         SmolLM3DecoderLayer,
         SmolLM3MLP,
         SmolLM3RMSNorm,
+        SmolLM3RotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(SmolLM3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(SmolLM3RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(SmolLM3MLP, layers.GatedMLP())
     overlay.binds(SmolLM3DecoderLayer, layers.PreNormLayer())
 

@@ -15,12 +15,14 @@ if overlay is not None and overlay.wanted(__name__):
     from transformers.models.stablelm.modeling_stablelm import (
         StableLmAttention,  # noqa: F401
         StableLmMLP,
+        StableLmRotaryEmbedding,
         StableLmSdpaAttention,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
+    overlay.binds(StableLmRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(StableLmMLP, layers.GatedMLP())
 
     @overlay.replaces(StableLmSdpaAttention, fuses=("q_proj", "k_proj", "v_proj"))

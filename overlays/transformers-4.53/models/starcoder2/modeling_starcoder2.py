@@ -15,11 +15,13 @@ if overlay is not None and overlay.wanted(__name__):
     from transformers.models.starcoder2.modeling_starcoder2 import (
         Starcoder2Attention,
         Starcoder2DecoderLayer,
+        Starcoder2RotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
+    overlay.binds(Starcoder2RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Starcoder2DecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(Starcoder2Attention, fuses=("q_proj", "k_proj", "v_proj"))

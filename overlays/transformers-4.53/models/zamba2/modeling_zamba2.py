@@ -16,12 +16,14 @@ if overlay is not None and overlay.wanted(__name__):
         Zamba2Attention,
         Zamba2MLP,
         Zamba2RMSNorm,
+        Zamba2RotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
 
     overlay.binds(Zamba2RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Zamba2RotaryEmbedding, layers.RotaryEmbedding())
 
     @overlay.replaces(Zamba2Attention, fuses=("q_proj", "k_proj", "v_proj"))
     def zamba2_attention(

@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         Ernie4_5DecoderLayer,
         Ernie4_5MLP,
         Ernie4_5RMSNorm,
+        Ernie4_5RotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
 
     overlay.binds(Ernie4_5RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Ernie4_5RotaryEmbedding, layers.RotaryEmbedding(wide=True))
     overlay.binds(Ernie4_5MLP, layers.GatedMLP())
     overlay.binds(Ernie4_5DecoderLayer, layers.PreNormLayer())
 

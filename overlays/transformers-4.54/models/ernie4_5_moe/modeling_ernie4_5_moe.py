@@ -13,6 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
         Ernie4_5_MoeDecoderLayer,
         Ernie4_5_MoeMLP,
         Ernie4_5_MoeRMSNorm,
+        Ernie4_5_MoeRotaryEmbedding,
         Ernie4_5_MoeSparseMoeBlock,
         apply_rotary_pos_emb,
     )
@@ -20,6 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers, ops
 
     overlay.binds(Ernie4_5_MoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Ernie4_5_MoeRotaryEmbedding, layers.RotaryEmbedding(wide=True))
     overlay.binds(Ernie4_5_MoeMLP, layers.GatedMLP())
     overlay.binds(Ernie4_5_MoeDecoderLayer, layers.PreNormLayer())
 

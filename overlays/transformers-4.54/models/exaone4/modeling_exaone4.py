@@ -12,12 +12,14 @@ if overlay is not None and overlay.wanted(__name__):
         Exaone4Attention,
         Exaone4MLP,
         Exaone4RMSNorm,
+        Exaone4RotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(Exaone4RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Exaone4RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Exaone4MLP, layers.GatedMLP())
 
     @overlay.replaces(Exaone4Attention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -13,6 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
         Glm4MoeDecoderLayer,
         Glm4MoeMLP,
         Glm4MoeRMSNorm,
+        Glm4MoeRotaryEmbedding,
         Glm4MoeTopkRouter,
         apply_rotary_pos_emb,
     )
@@ -20,6 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(Glm4MoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Glm4MoeRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Glm4MoeMLP, layers.GatedMLP())
     overlay.binds_first(
         "transformers.models.glm4_moe.modeling_glm4_moe",

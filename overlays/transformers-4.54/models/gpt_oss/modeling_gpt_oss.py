@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         GptOssDecoderLayer,
         GptOssExperts,
         GptOssRMSNorm,
+        GptOssRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(GptOssRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(GptOssRotaryEmbedding, layers.RotaryEmbedding(layout="once"))
     overlay.binds(GptOssDecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(GptOssAttention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -11,11 +11,18 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.lfm2.modeling_lfm2 import Lfm2Attention, Lfm2MLP, Lfm2RMSNorm, apply_rotary_pos_emb
+    from transformers.models.lfm2.modeling_lfm2 import (
+        Lfm2Attention,
+        Lfm2MLP,
+        Lfm2RMSNorm,
+        Lfm2RotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
 
     from hf_rocm import layers
 
     overlay.binds(Lfm2RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Lfm2RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Lfm2MLP, layers.GatedMLP(fuses=("w1", "w3"), activation="silu", down="w2"))
 
     @overlay.replaces(Lfm2Attention, fuses=("q_proj", "k_proj", "v_proj"))

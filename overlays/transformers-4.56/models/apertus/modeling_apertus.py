@@ -15,12 +15,14 @@ if overlay is not None and overlay.wanted(__name__):
         ApertusAttention,
         ApertusDecoderLayer,
         ApertusRMSNorm,
+        ApertusRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(ApertusRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(ApertusRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(ApertusDecoderLayer, layers.PreNormLayer(norms=("attention_layernorm", "feedforward_layernorm")))
 
     @overlay.replaces(ApertusAttention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -12,12 +12,14 @@ if overlay is not None and overlay.wanted(__name__):
         FlexOlmoAttention,
         FlexOlmoMLP,
         FlexOlmoRMSNorm,
+        FlexOlmoRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(FlexOlmoRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(FlexOlmoRotaryEmbedding, layers.RotaryEmbedding(wide=True))
     overlay.binds(FlexOlmoMLP, layers.GatedMLP())
     overlay.binds_first(
         "transformers.models.flex_olmo.modeling_flex_olmo",

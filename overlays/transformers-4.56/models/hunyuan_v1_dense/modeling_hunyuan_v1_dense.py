@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         HunYuanDenseV1DecoderLayer,
         HunYuanDenseV1MLP,
         HunYuanDenseV1RMSNorm,
+        HunYuanDenseV1RotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
 
     overlay.binds(HunYuanDenseV1RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(HunYuanDenseV1RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(HunYuanDenseV1MLP, layers.GatedMLP())
     overlay.binds(HunYuanDenseV1DecoderLayer, layers.PreNormLayer())
 

@@ -17,12 +17,14 @@ if overlay is not None and overlay.wanted(__name__):
         LongcatFlashMLA,
         LongcatFlashMLP,
         LongcatFlashRMSNorm,
+        LongcatFlashRotaryEmbedding,
         apply_rotary_pos_emb_interleave,
     )
 
     from hf_rocm import layers, ops
 
     overlay.binds(LongcatFlashRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(LongcatFlashRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(LongcatFlashMLP, layers.GatedMLP())
 
     @overlay.replaces(LongcatFlashMLA, fuses=("q_a_proj", "kv_a_proj_with_mqa"))

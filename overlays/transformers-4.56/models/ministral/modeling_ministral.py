@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         MinistralDecoderLayer,
         MinistralMLP,
         MinistralRMSNorm,
+        MinistralRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(MinistralRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(MinistralRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(MinistralMLP, layers.GatedMLP())
     overlay.binds(MinistralDecoderLayer, layers.PreNormLayer())
 

@@ -8,11 +8,19 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.olmo3.modeling_olmo3 import Olmo3Attention, Olmo3MLP, Olmo3RMSNorm, apply_rotary_pos_emb
+    from transformers.models.olmo3.modeling_olmo3 import (
+        Olmo3Attention,
+        Olmo3MLP,
+        Olmo3RMSNorm,
+        Olmo3RotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
 
     from hf_rocm import layers
 
     overlay.binds(Olmo3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    # From 5.0 to 5.12, cos and sin have the dtype of the hidden states.
+    overlay.binds(Olmo3RotaryEmbedding, layers.RotaryEmbedding(wide=layers.before("5.0") or not layers.before("5.13")))
     overlay.binds(Olmo3MLP, layers.GatedMLP())
 
     @overlay.replaces(Olmo3Attention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -17,12 +17,14 @@ if overlay is not None and overlay.wanted(__name__):
         Qwen3NextGatedDeltaNet,
         Qwen3NextMLP,
         Qwen3NextRMSNorm,
+        Qwen3NextRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(Qwen3NextRMSNorm, layers.RMSNorm(eps="eps", one_plus=True))
+    overlay.binds(Qwen3NextRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Qwen3NextMLP, layers.GatedMLP())
     overlay.binds_first(
         "transformers.models.qwen3_next.modeling_qwen3_next",

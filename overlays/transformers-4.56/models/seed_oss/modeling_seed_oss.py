@@ -14,12 +14,14 @@ if overlay is not None and overlay.wanted(__name__):
         SeedOssDecoderLayer,
         SeedOssMLP,
         SeedOssRMSNorm,
+        SeedOssRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(SeedOssRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(SeedOssRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(SeedOssDecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(SeedOssAttention, fuses=("q_proj", "k_proj", "v_proj"))

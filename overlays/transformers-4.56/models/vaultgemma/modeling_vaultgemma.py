@@ -17,12 +17,14 @@ if overlay is not None and overlay.wanted(__name__):
         VaultGemmaDecoderLayer,
         VaultGemmaMLP,
         VaultGemmaRMSNorm,
+        VaultGemmaRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(VaultGemmaRMSNorm, layers.RMSNorm(eps="eps", one_plus=True))
+    overlay.binds(VaultGemmaRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(VaultGemmaMLP, layers.GatedMLP())
     overlay.binds(VaultGemmaDecoderLayer, layers.PreNormLayer(norms=("input_layernorm", "pre_feedforward_layernorm")))
 

@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         CwmDecoderLayer,
         CwmMLP,
         CwmRMSNorm,
+        CwmRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(CwmRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(CwmRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(CwmMLP, layers.GatedMLP())
     overlay.binds(CwmDecoderLayer, layers.PreNormLayer())
 

@@ -14,12 +14,14 @@ if overlay is not None and overlay.wanted(__name__):
         Ernie4_5_MoeExperts,
         Ernie4_5_MoeMLP,
         Ernie4_5_MoeRMSNorm,
+        Ernie4_5_MoeRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
 
     overlay.binds(Ernie4_5_MoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Ernie4_5_MoeRotaryEmbedding, layers.RotaryEmbedding(wide=True))
     overlay.binds(Ernie4_5_MoeMLP, layers.GatedMLP())
     overlay.binds(Ernie4_5_MoeExperts, layers.StackedExperts())
     overlay.binds(Ernie4_5_MoeDecoderLayer, layers.PreNormLayer())

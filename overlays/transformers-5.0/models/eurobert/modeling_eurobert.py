@@ -12,12 +12,14 @@ if overlay is not None and overlay.wanted(__name__):
         EuroBertAttention,
         EuroBertMLP,
         EuroBertRMSNorm,
+        EuroBertRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(EuroBertRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(EuroBertRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(EuroBertMLP, layers.GatedMLP())
 
     @overlay.replaces(EuroBertAttention, fuses=("q_proj", "k_proj", "v_proj"))

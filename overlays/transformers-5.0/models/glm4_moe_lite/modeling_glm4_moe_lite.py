@@ -13,6 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
         Glm4MoeLiteDecoderLayer,
         Glm4MoeLiteMLP,
         Glm4MoeLiteRMSNorm,
+        Glm4MoeLiteRotaryEmbedding,
         Glm4MoeLiteTopkRouter,
         apply_rotary_pos_emb,
         apply_rotary_pos_emb_interleave,
@@ -21,6 +22,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers, ops
 
     overlay.binds(Glm4MoeLiteRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Glm4MoeLiteRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Glm4MoeLiteMLP, layers.GatedMLP())
     overlay.binds_first(
         "transformers.models.glm4_moe_lite.modeling_glm4_moe_lite",

@@ -13,6 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
         GptOssDecoderLayer,
         GptOssExperts,
         GptOssRMSNorm,
+        GptOssRotaryEmbedding,
         GptOssTopKRouter,
         apply_rotary_pos_emb,
     )
@@ -20,6 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(GptOssRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(GptOssRotaryEmbedding, layers.RotaryEmbedding(layout="once"))
     overlay.binds(GptOssTopKRouter, layers.TopKRouter(chosen_only=True))
     overlay.binds(
         GptOssExperts,

@@ -14,12 +14,14 @@ if overlay is not None and overlay.wanted(__name__):
         HunYuanMoEV1Experts,
         HunYuanMoEV1MLP,
         HunYuanMoEV1RMSNorm,
+        HunYuanMoEV1RotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
 
     overlay.binds(HunYuanMoEV1RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(HunYuanMoEV1RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(HunYuanMoEV1MLP, layers.GatedMLP())
     overlay.binds(HunYuanMoEV1Experts, layers.StackedExperts())
     overlay.binds(HunYuanMoEV1DecoderLayer, layers.PreNormLayer())

@@ -15,12 +15,14 @@ if overlay is not None and overlay.wanted(__name__):
         MiniMaxAttention,
         MiniMaxExperts,
         MiniMaxRMSNorm,
+        MiniMaxRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(MiniMaxRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(MiniMaxRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(MiniMaxExperts, layers.StackedExperts())
 
     @overlay.replaces(MiniMaxAttention, fuses=("q_proj", "k_proj", "v_proj"))

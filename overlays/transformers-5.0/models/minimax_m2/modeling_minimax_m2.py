@@ -13,12 +13,14 @@ if overlay is not None and overlay.wanted(__name__):
         MiniMaxM2DecoderLayer,
         MiniMaxM2Experts,
         MiniMaxM2RMSNorm,
+        MiniMaxM2RotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(MiniMaxM2RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(MiniMaxM2RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(MiniMaxM2Experts, layers.StackedExperts())
     overlay.binds(MiniMaxM2DecoderLayer, layers.PreNormLayer())
 

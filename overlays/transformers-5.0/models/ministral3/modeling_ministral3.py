@@ -13,6 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
         Ministral3DecoderLayer,
         Ministral3MLP,
         Ministral3RMSNorm,
+        Ministral3RotaryEmbedding,
         _get_llama_4_attn_scale,
         apply_rotary_pos_emb,
     )
@@ -20,6 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers, ops
 
     overlay.binds(Ministral3RMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Ministral3RotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Ministral3MLP, layers.GatedMLP())
     overlay.binds(Ministral3DecoderLayer, layers.PreNormLayer())
 

@@ -13,6 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
         MixtralDecoderLayer,
         MixtralExperts,
         MixtralRMSNorm,
+        MixtralRotaryEmbedding,
         MixtralTopKRouter,
         apply_rotary_pos_emb,
     )
@@ -20,6 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(MixtralRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(MixtralRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(MixtralExperts, layers.StackedExperts())
     # Older routers return probabilities instead of logits.
     if not layers.before("5.6"):

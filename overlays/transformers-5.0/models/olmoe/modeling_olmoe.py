@@ -13,6 +13,7 @@ if overlay is not None and overlay.wanted(__name__):
         OlmoeDecoderLayer,
         OlmoeExperts,
         OlmoeRMSNorm,
+        OlmoeRotaryEmbedding,
         OlmoeTopKRouter,
         apply_rotary_pos_emb,
     )
@@ -20,6 +21,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(OlmoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(OlmoeRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(OlmoeExperts, layers.StackedExperts())
     # Older routers return probabilities instead of logits.
     if not layers.before("5.6"):

@@ -14,6 +14,7 @@ if overlay is not None and overlay.wanted(__name__):
         Qwen2MoeExperts,
         Qwen2MoeMLP,
         Qwen2MoeRMSNorm,
+        Qwen2MoeRotaryEmbedding,
         Qwen2MoeTopKRouter,
         apply_rotary_pos_emb,
     )
@@ -21,6 +22,7 @@ if overlay is not None and overlay.wanted(__name__):
     from hf_rocm import layers
 
     overlay.binds(Qwen2MoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(Qwen2MoeRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Qwen2MoeMLP, layers.GatedMLP())
     overlay.binds(Qwen2MoeExperts, layers.StackedExperts())
     # Older routers return probabilities instead of logits.

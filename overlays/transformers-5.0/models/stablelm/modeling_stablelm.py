@@ -11,10 +11,16 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.stablelm.modeling_stablelm import StableLmAttention, StableLmMLP, apply_rotary_pos_emb
+    from transformers.models.stablelm.modeling_stablelm import (
+        StableLmAttention,
+        StableLmMLP,
+        StableLmRotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
 
     from hf_rocm import layers
 
+    overlay.binds(StableLmRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(StableLmMLP, layers.GatedMLP())
 
     @overlay.replaces(StableLmAttention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -12,10 +12,13 @@ if overlay is not None and overlay.wanted(__name__):
         ModernBertAttention,
         ModernBertEncoderLayer,
         ModernBertMLP,
+        ModernBertRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
+
+    overlay.binds(ModernBertRotaryEmbedding, layers.RotaryEmbedding())
 
     @overlay.replaces(ModernBertAttention)
     def modernbert_attention(self, stock, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):

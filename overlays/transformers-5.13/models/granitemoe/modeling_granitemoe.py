@@ -12,12 +12,14 @@ if overlay is not None and overlay.wanted(__name__):
         GraniteMoeAttention,
         GraniteMoeExperts,
         GraniteMoeRMSNorm,
+        GraniteMoeRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(GraniteMoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(GraniteMoeRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(GraniteMoeExperts, layers.StackedExperts())
 
     @overlay.replaces(GraniteMoeAttention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -11,9 +11,15 @@ except ImportError:
     overlay = None
 
 if overlay is not None and overlay.wanted(__name__):
-    from transformers.models.nemotron.modeling_nemotron import NemotronAttention, apply_rotary_pos_emb
+    from transformers.models.nemotron.modeling_nemotron import (
+        NemotronAttention,
+        NemotronRotaryEmbedding,
+        apply_rotary_pos_emb,
+    )
 
     from hf_rocm import layers
+
+    overlay.binds(NemotronRotaryEmbedding, layers.RotaryEmbedding())
 
     @overlay.replaces(NemotronAttention, fuses=("q_proj", "k_proj", "v_proj"))
     def nemotron_attention(

@@ -12,12 +12,14 @@ if overlay is not None and overlay.wanted(__name__):
         GraniteSWAAttention,
         GraniteSWAMLP,
         GraniteSWARMSNorm,
+        GraniteSWARotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(GraniteSWARMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(GraniteSWARotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(GraniteSWAMLP, layers.GatedMLP())
 
     @overlay.replaces(GraniteSWAAttention, fuses=("q_proj", "k_proj", "v_proj"))

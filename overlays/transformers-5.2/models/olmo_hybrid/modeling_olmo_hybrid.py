@@ -15,12 +15,14 @@ if overlay is not None and overlay.wanted(__name__):
         OlmoHybridAttention,
         OlmoHybridMLP,
         OlmoHybridRMSNorm,
+        OlmoHybridRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(OlmoHybridRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(OlmoHybridRotaryEmbedding, layers.RotaryEmbedding(wide=True))
     overlay.binds(OlmoHybridMLP, layers.GatedMLP())
 
     @overlay.replaces(OlmoHybridAttention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -16,11 +16,13 @@ if overlay is not None and overlay.wanted(__name__):
         Gemma4RMSNorm,
         Gemma4TextAttention,
         Gemma4TextMLP,
+        Gemma4TextRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers, ops
 
+    overlay.binds(Gemma4TextRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(Gemma4TextMLP, layers.GatedMLP())
 
     @overlay.replaces(Gemma4TextAttention, fuses=("q_proj", "k_proj", "v_proj"))

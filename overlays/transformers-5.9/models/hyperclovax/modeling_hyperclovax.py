@@ -12,12 +12,14 @@ if overlay is not None and overlay.wanted(__name__):
         HyperCLOVAXAttention,
         HyperCLOVAXMLP,
         HyperCLOVAXRMSNorm,
+        HyperCLOVAXRotaryEmbedding,
         apply_rotary_pos_emb,
     )
 
     from hf_rocm import layers
 
     overlay.binds(HyperCLOVAXRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
+    overlay.binds(HyperCLOVAXRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(HyperCLOVAXMLP, layers.GatedMLP())
 
     @overlay.replaces(HyperCLOVAXAttention, fuses=("q_proj", "k_proj", "v_proj"))

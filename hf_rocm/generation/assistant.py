@@ -141,7 +141,7 @@ class Rounds:
         self._accepted = accepted
         expected = torch.cat((before, selected[:, : count + 1]), dim=1)
         # The number of drafts falls by one at most.
-        self._drafts.begin(self.model, self._settings, expected, max(1, last.count - 1), threshold=last.threshold)
+        self._drafts.begin(self.model, self._settings, expected, max(1, last.limit - 1), threshold=last.threshold)
 
     def _may_skip(self) -> bool:
         return SETTINGS in self.model.__dict__ and may_skip(self.model)
@@ -160,13 +160,13 @@ class Rounds:
 class _Last(NamedTuple):
     """A round without `generate`.
 
-    tokens: all tokens and the drafts, [1, S + N]. length: S. count: the number of drafts that were allowed. threshold:
-    the smallest probability of a draft after which another one follows.
+    tokens: all tokens and the drafts, [1, S + N]. length: S. limit: the largest number of drafts. threshold: the
+    smallest probability of a draft after which another one follows.
     """
 
     tokens: Tensor
     length: int
-    count: int
+    limit: int
     threshold: float
 
 

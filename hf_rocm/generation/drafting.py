@@ -18,16 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import (
-    EosTokenCriteria,
-    GenerationMixin,
-    LogitsProcessorList,
-    MaxLengthCriteria,
-    MinLengthLogitsProcessor,
-    MinNewTokensLengthLogitsProcessor,
-    StoppingCriteriaList,
-)
-from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 from hf_rocm import features
 from hf_rocm.generation.methods import own
@@ -57,14 +47,22 @@ def settings_of(model: Any, arguments: Mapping[str, Any]) -> RoundSettings | Non
 
     model: the assistant. arguments: the keyword arguments of its `_sample`.
     """
+    from transformers import (
+        EosTokenCriteria,
+        GenerationMixin,
+        LogitsProcessorList,
+        MaxLengthCriteria,
+        StoppingCriteriaList,
+    )
+
     if any(own(type(model), name, GenerationMixin) for name in _SKIPPED):
         return None
     processors, criteria = arguments.get("logits_processor"), arguments.get("stopping_criteria")
-    if type(processors) is not LogitsProcessorList or not {*map(type, processors)} <= _LENGTHS:
+    if type(processors) is not LogitsProcessorList or not {*map(type, processors)} <= {*_lengths()}:
         return None
     if arguments["generation_config"].do_sample:
         return None
-    if type(criteria) is not StoppingCriteriaList or not {*map(type, criteria)} <= _CRITERIA:
+    if type(criteria) is not StoppingCriteriaList or not {*map(type, criteria)} <= {*_criteria()}:
         return None
     tokens = [one.eos_token_id.flatten().tolist() for one in criteria if type(one) is EosTokenCriteria]
     limits = [one.max_position_embeddings for one in criteria if type(one) is MaxLengthCriteria]
@@ -76,7 +74,7 @@ def settings_of(model: Any, arguments: Mapping[str, Any]) -> RoundSettings | Non
 
 def may_skip(model: Any) -> bool:
     """Whether the functions that a round of this assistant without `generate` skips are not replaced."""
-    return features.refuses(FEATURE) is None and _criteria().holds() and _SKIPPED.isdisjoint(model.__dict__)
+    return features.refuses(FEATURE) is None and _watch().holds() and _SKIPPED.isdisjoint(model.__dict__)
 
 
 _SKIPPED = frozenset(
@@ -89,15 +87,29 @@ _SKIPPED = frozenset(
         "_update_model_kwargs_for_generation",
     )
 )
-_CRITERIA = frozenset((MaxLengthCriteria, EosTokenCriteria, ConfidenceCriteria))
-# Processors that have no effect in rounds without a minimum number of tokens.
-_LENGTHS = frozenset((MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor))
+
+
+def _criteria() -> tuple[type, ...]:
+    """The criteria that may stop a round."""
+    from transformers import EosTokenCriteria, MaxLengthCriteria
+    from transformers.generation.stopping_criteria import ConfidenceCriteria
+
+    return MaxLengthCriteria, EosTokenCriteria, ConfidenceCriteria
+
+
+def _lengths() -> tuple[type, ...]:
+    """Processors that have no effect in rounds without a minimum number of tokens."""
+    from transformers import MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
+
+    return MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
 
 
 @cache
-def _criteria() -> Watch:
+def _watch() -> Watch:
     """Watches the functions of criteria and processors that a round skips, and all functions that they call."""
-    kinds = (StoppingCriteriaList, LogitsProcessorList, *_CRITERIA, *_LENGTHS)
+    from transformers import LogitsProcessorList, StoppingCriteriaList
+
+    kinds = (StoppingCriteriaList, LogitsProcessorList, *_criteria(), *_lengths())
     return Watch([reference for kind in kinds for reference in of_method(kind, "__call__", called=Tensor)])
 
 
@@ -202,7 +214,8 @@ class Drafts:
         step = self._runner.advance(position, count, Source(tokens, None, position, position + 1))
         if step is None:
             return False
-        tokens[:, length + index : length + index + 1] = step.last_tokens
+        assert step.last_tokens is not None
+        tokens[:, length + index] = step.last_tokens
         if begun.probable or settings.ends:
             if not self._values:
                 self._values = _Values(tokens.device), _Values(tokens.device)

@@ -140,8 +140,9 @@ class Rounds:
             return
         self._accepted = accepted
         expected = torch.cat((before, selected[:, : count + 1]), dim=1)
-        # The number of drafts falls by one at most.
-        self._drafts.begin(self.model, self._settings, expected, max(1, last.limit - 1), threshold=last.threshold)
+        # The limit falls by one at most. Fewer drafts than the limit are probably as many as in the last round.
+        following = min(len(drafts), last.limit - 1, self.limit - expected.shape[1] - 1)
+        self._drafts.begin(self.model, self._settings, expected, max(following, 1), threshold=last.threshold)
 
     def _may_skip(self) -> bool:
         return SETTINGS in self.model.__dict__ and may_skip(self.model)

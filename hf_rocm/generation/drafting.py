@@ -118,8 +118,7 @@ class Drafts:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        # for every second draft: the values of a draft are read after those of the next one have been sent
-        self._values: tuple[_Values, ...] = ()
+        self._values: list[_Values] = []  # for the first draft of a round, the second one, and so on
         self._unread: list[_Values] = []  # the values of the last draft of a round, if they were not read
         self._rest: list[float] = []  # its probability, if it was read
         self._begun: Begun | None = None  # the next round
@@ -165,32 +164,32 @@ class Drafts:
             # The device computes this step while the host checks the draft of the previous one.
             if not index or not reads:
                 continue
-            token, probability = self._values[(index - 1) % 2].read()
+            token, probability = self._values[index - 1].read()
             if threshold:
                 probabilities.append(probability)
             if token in settings.ends or probability < threshold:
                 kv.level(length + index - 1)
                 return current.tokens[:, : length + index], probabilities
-        self._unread = [self._values[(count - 1) % 2]] if threshold else []
+        self._unread = [self._values[count - 1]] if threshold else []
         return current.tokens, probabilities
 
     def begin(self, model: Any, settings: RoundSettings, input_ids: Tensor, count: int, *, threshold: float) -> None:
         """Launch the first drafts of the next round, if that is possible, before transformers prepares it.
 
-        input_ids: the expected tokens, [1, S]. count: the smallest expected number of drafts.
+        input_ids: the expected tokens, [1, S]. count: the number of drafts to launch.
         """
         kv, start = self._runner.cache, input_ids.shape[1] - _REPEATED
         before: int = kv.length
         # before other values are sent
         self._rest = self.last_probability()
-        self._begun, drafts = None, min(count, 2)
-        if not 0 < start <= before:
+        self._begun = None
+        if not 0 < start <= before or count < 1:
             return
         kv.level(start)
-        if kv.has_room(_REPEATED + drafts - 1) and self._runner.may_advance(model, {_REPEATED: 1, 1: drafts - 1}):
+        if kv.has_room(_REPEATED + count - 1) and self._runner.may_advance(model, {_REPEATED: 1, 1: count - 1}):
             begun = Begun(input_ids, start, probable=threshold > 0)
-            begun.grow(drafts)
-            while begun.drafts < drafts and self._launch(begun, settings):
+            begun.grow(count)
+            while begun.drafts < count and self._launch(begun, settings):
                 self._begun = begun
         kv.level(before)
 
@@ -217,9 +216,9 @@ class Drafts:
         assert step.last_tokens is not None
         tokens[:, length + index] = step.last_tokens
         if begun.probable or settings.ends:
-            if not self._values:
-                self._values = _Values(tokens.device), _Values(tokens.device)
-            self._values[index % 2].send(step, probable=begun.probable, ends=bool(settings.ends))
+            if index == len(self._values):
+                self._values.append(_Values(tokens.device))
+            self._values[index].send(step, probable=begun.probable, ends=bool(settings.ends))
         begun.drafts += 1
         return True
 

@@ -40,7 +40,7 @@ def status(
 ) -> None:
     """Show which overlays are installed, and whether they match this transformers.
 
-    Without MODEL and --all, only files that differ are listed, and the others are counted. Exits with 1 if an installed
+    Without MODEL or --all, only files that differ are listed, and the others are counted. Exits with 1 if an installed
     overlay needs attention (old, foreign, edited, or on a file that it was not made for); with --record, if anything in
     the package is neither stock nor from this hf-rocm.
     """
@@ -95,7 +95,9 @@ def _print_next(states: Sequence[FileState]) -> None:
         skip = f", or hf-rocm install-overlays --skip-changed (installs the other {rest})" if rest else ""
         print_next(f"{pip(newest) if newest else f'hf-rocm status --diff {changed[0].model}'}{skip}")
     elif states and not any(state.installed is Installed.YES for state in states):
-        print_next("hf-rocm install-overlays (or load models with hf_rocm.from_pretrained, which needs no overlays)")
+        print_next(
+            "hf-rocm install-overlays (or load models with hf_rocm.from_pretrained, which needs no installation)"
+        )
 
 
 def _record(models: Models, diff: str | None, *, transformers_path: TransformersPath, as_json: bool) -> None:
@@ -118,7 +120,8 @@ def _record(models: Models, diff: str | None, *, transformers_path: Transformers
             print_table(("finding", "hard links", "file"), rows)
         others = len(report.entries) - len(report.foreign)
         overlaid = f", {others} with a block of hf-rocm appended" if others else ""
-        print(f"{report.compared} files compared{overlaid}; {len(report.foreign)} neither stock nor written by hf-rocm")
+        foreign = f"{len(report.foreign)} neither stock nor written by this hf-rocm"
+        print(f"{report.compared} files compared{overlaid}; {foreign}")
     if report.warning:
         print_error(report.warning)
     if report.foreign:

@@ -89,7 +89,7 @@ class Snapshot:
         return self._pointers() == self.pointers
 
     def unchanged(self, model: nn.Module) -> bool:
-        """Return whether the whole state is unchanged."""
+        """Return whether the state is unchanged, apart from the tensors' addresses, which `in_place` compares."""
         try:
             return (
                 self._live == self._copies

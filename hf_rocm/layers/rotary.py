@@ -37,11 +37,11 @@ class RotaryEmbedding:
         position_ids: Tensor | None = None,
         layer_type: str | None = None,
     ) -> Any:
-        """Return (cos, sin), [B, S, R], or [B, S, R / 2] for the layout `once`. x: any tensor with the result's device
-        and dtype. position_ids: [B, S].
+        """Return (cos, sin), [B, S, R], or [B, S, R / 2] for the layout `once`.
 
-        Runs the stock forward unless a kernel serves the call, and if the type of the embedding may change the
-        frequencies during a call.
+        x: any tensor on the result's device; unless `wide`, the result has its dtype. position_ids: [B, S]. Runs the
+        stock forward if no kernel serves the call, or if the type of the embedding may change the frequencies during a
+        call.
         """
         dtype = torch.float32 if self.wide else x.dtype
         if position_ids is not None and not (compiling() or compiler._is_compiling_flag):

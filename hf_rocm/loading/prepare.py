@@ -30,7 +30,7 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 # The key of the report in the model's __dict__. The report consists of builtins, and `explain` reads it.
 REPORT = "_hf_rocm_report"
 
-# The prefix of every name that hf_rocm adds to a module's __dict__.
+# The prefix of the names that hf_rocm adds to a module's __dict__, except `forward`.
 _OURS = "_hf_rocm_"
 
 _log = logging.getLogger("hf_rocm")
@@ -115,8 +115,8 @@ def prepare(
         # Why transformers still prepares the inputs.
         "inputs": _keep_inputs(model, bind.ON if forced else bind.GPU),
         "forwards": _record_forwards(model, before.get("graphs", {}).get("requested") if graphs is None else graphs),
-        # products: the convolutions that are computed as GEMMs; stock: other eligible ones, with the reasons
-        "patch_embeddings": {"products": as_gemms, "stock": left_stock},
+        # gemms: the convolutions that are computed as GEMMs; stock: other eligible ones, with the reasons
+        "patch_embeddings": {"gemms": as_gemms, "stock": left_stock},
         # Why the output head stays stock.
         "head": head,
         "routed": None if routed is None else {"backend": routed.backend, "layers": routed.layers},

@@ -1,6 +1,6 @@
 """Weights in MXFP4, kind `mxfp4`: 4-bit floats in blocks of 32 that share a power of two.
 
-`quantize` rounds to nearest; the numbers of a checkpoint are not rounded.
+`quantize` rounds to nearest; the values of an MXFP4 checkpoint are loaded as stored.
 """
 
 from __future__ import annotations

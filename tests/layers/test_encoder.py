@@ -323,7 +323,7 @@ def test_the_compiler_gets_a_sum_and_a_norm():
 
 @pytest.mark.parametrize("family", ["SiglipVision", "CLIPVision"])
 @torch.no_grad()
-def test_a_layer_is_called_with_positional_and_named_arguments(family):
+def test_a_layer_is_called_with_positional_and_keyword_arguments(family):
     stock = build(family)
     name = f"{family.removesuffix('Vision')}EncoderLayer"
     x = torch.randn(2, 5, 64)

@@ -265,7 +265,7 @@ def test_auto_prepare_accepts_the_name(tiny_checkpoint):
 
 
 @pytest.mark.skipif(HAS_INTERFACE, reason="not run: this release has the interface")
-def test_older_releases_stay_stock_with_the_reason():
+def test_in_older_releases_batching_stays_stock_and_the_reason_is_explained():
     model = hf_rocm.prepare(make("llama"), force=True)
     assert "5.9" in flash_provider.unavailable()
     assert flash_provider.MARK not in model.__dict__

@@ -105,7 +105,7 @@ def test_it_rounds_like_separate_layers(form):
         as_good_as_eager(*call(2, torch.bfloat16, k=1091, **form))
 
 
-def test_one_launch_replaces_all_parts():
+def test_one_operation_replaces_all_parts():
     arguments, keywords = call(1, torch.bfloat16, norm=False, activation="silu", residual=True)
     with options.override(tiers={"linear": "triton"}), ops.recording() as routes:
         ops.fused_linear(*arguments, **keywords)
@@ -230,7 +230,7 @@ def test_unsupported_calls_are_refused(change, reason):
     ],
     ids=str,
 )
-def test_gates_of_several_rows_on_rdna_3_are_refused_unless_k_is_a_multiple_of_16(arch, change, refused):
+def test_gated_gemms_with_several_rows_on_rdna_3_are_refused_unless_k_is_a_multiple_of_16(arch, change, refused):
     terms = {"norm_dtype": None, "one_plus": False, "activation": "silu", "residual": False}
     fused = FusedLinearSpec(**spec(rows=2, k=72)._asdict(), **terms)._replace(**change)
     reason = linear.fused_refuses(fused, Device("cpu", rocm=True, arch=arch))

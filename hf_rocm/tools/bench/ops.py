@@ -75,7 +75,7 @@ def _line(
     device = inputs[0].device
     spec = operation.spec_type(*key)
     floor = max(case.bytes / rates.copy, case.flops / rates.matmul)
-    bound = "memory" if case.bytes / rates.copy >= case.flops / rates.matmul else "products"
+    bound = "memory" if case.bytes / rates.copy >= case.flops / rates.matmul else "compute"
     reason = candidate.implementation.refuses(spec, describe(device))
     if oracle is None:
         reason = reason or "not checked: the reference in fp64 needs more memory than is available; use smaller sizes"

@@ -44,8 +44,9 @@ class Segment:
     results: tuple[Result, ...] = ()
     kernels: tuple[dict[str, Any], ...] = ()
     starts: tuple[dict[str, Any], ...] = ()
-    parallel: dict[str, Any] | None = None  # for several ranks: their number, interconnect and exchanges
-    # for `bench serve`: the server's command, parity, the output of `explain`, and the figures of cases
+    parallel: dict[str, Any] | None = None  # for several ranks: their number, interconnect and collectives
+    # for `bench serve`: the server's command, parity, `explain`'s sentences about batches and recorded steps, and the
+    # figures of cases
     serving: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def floor(model: Any, case: Case, rates: Rates, *, ranks: int = 1, exchange: flo
     """
     read, flops = (decode_work if case.kind == "decode" else forward_work)(model, case, ranks)
     memory, compute = read / rates.copy, flops / rates.matmul
-    by = "memory" if memory >= compute else "products"
+    by = "memory" if memory >= compute else "compute"
     return Floor(1000 * (max(memory, compute) + exchange), read, flops, by, 1000 * exchange)
 
 

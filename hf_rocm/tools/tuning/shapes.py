@@ -123,7 +123,7 @@ def read(path: Path) -> list[Gemm]:
         header = [column.strip() for column in next(lines, [])]
         missing = [name for name in SHAPE if name not in header]
         if missing:
-            raise _table_error(path, 1, f"there is no column {', '.join(missing)}")
+            raise _table_error(path, 1, f"missing column{'s' * (len(missing) > 1)}: {', '.join(missing)}")
         for fields in lines:
             if any(field.strip() for field in fields):
                 gemms[_read_row(path, lines.line_num, header, fields)] = None

@@ -68,7 +68,10 @@ class Environment:
 
 @dataclass(frozen=True)
 class Program:
-    """A kernel's machine code. registers: for every instruction, the registers that it names or uses implicitly."""
+    """A kernel's machine code.
+
+    registers: for every instruction, the registers that it names, and VCC for `_VCC_READERS`.
+    """
 
     source: Source
     target: Target
@@ -80,7 +83,7 @@ class Program:
 
     @classmethod
     def parse(cls, assembly: str, arch: str) -> Program:
-        """Compile an assembly text. Raises `UnknownInstruction` if an instruction is not implemented."""
+        """Compile assembly text. Raises `UnknownInstruction` if an instruction is not implemented."""
         if arch not in TARGETS:
             raise UnknownInstruction(f"architecture {arch!r}: expected one of {', '.join(TARGETS)}")
         return cls.of(text.read(assembly), TARGETS[arch])
@@ -176,7 +179,7 @@ def _shared(key: Key, target: str) -> Step:
 
 
 def _dual(instruction: Instruction, target: Target, environment: Environment, index: int) -> Step:
-    """A step for a dual instruction: both halves read their sources before either writes its result."""
+    """A step for a dual-issue instruction: both halves read their sources before either writes its result."""
     assert instruction.second
     halves = [replace(instruction, second=None), instruction.second]
     plain = [replace(half, mnemonic=half.mnemonic.replace("v_dual_", "v_", 1)) for half in halves]
@@ -247,7 +250,7 @@ def _condition(name: str, target: Target) -> Callable[[State], np.ndarray] | Non
 
 
 def _registers(instruction: Instruction) -> frozenset[int]:
-    """Every register that an instruction names, and VCC if the instruction uses it implicitly."""
+    """Every register that an instruction names, and VCC for `_VCC_READERS`."""
     named: set[int] = set()
     for word in instruction.operands:
         named |= _named(word)

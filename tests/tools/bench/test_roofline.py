@@ -34,7 +34,7 @@ def test_the_floor_is_the_longer_of_the_two_times(model):
     slow = roofline.floor(model, case, Rates(copy=1e9, matmul=1e15))
     assert slow.by == "memory" and slow.milliseconds == pytest.approx(1000 * slow.bytes / 1e9)
     slow = roofline.floor(model, case, Rates(copy=1e15, matmul=1e9))
-    assert slow.by == "products" and slow.milliseconds == pytest.approx(1000 * slow.flops / 1e9)
+    assert slow.by == "compute" and slow.milliseconds == pytest.approx(1000 * slow.flops / 1e9)
 
 
 def test_every_rank_of_a_sharded_model_has_its_heads_and_its_traffic(model):

@@ -121,10 +121,10 @@ def test_without_a_gfx_column_the_compute_units_determine_the_gpu(tmp_path):
 @pytest.mark.parametrize(
     ("written_by", "read_by", "line"),
     [
-        ("0.1.6.post2", "0.1.12", "there is no column bpreshuffle"),
+        ("0.1.6.post2", "0.1.12", "missing column: bpreshuffle"),
         ("0.1.7.post3", "0.1.7", "bpreshuffle is a column of later releases"),
-        ("0.1.6.post1", "0.1.7", "there is no column us"),
-        ("0.1.6", "0.1.20", "there is no column bpreshuffle, splitK, us, err_ratio"),
+        ("0.1.6.post1", "0.1.7", "missing column: us"),
+        ("0.1.6", "0.1.20", "missing columns: bpreshuffle, splitK, us, err_ratio"),
     ],
 )
 def test_a_table_of_another_generation_is_refused_and_named(written_by, read_by, line, tmp_path):

@@ -212,7 +212,7 @@ def _columns(path: Path, line: int, header: list[str], layout: Layout, release: 
     elif too_new:
         problem = "bpreshuffle is a column of later releases"
     else:
-        problem = f"there is no column {', '.join(missing)}"
+        problem = f"missing column{'s' * (len(missing) > 1)}: {', '.join(missing)}"
     facts: dict[str, object] = {"file": path, f"line {line}": problem, "expected": ",".join(layout.tuned)}
     other = layouts_with(columns)
     if other:

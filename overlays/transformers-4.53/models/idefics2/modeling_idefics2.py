@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.idefics2.modeling_idefics2, 4.53 and up.
 
-Served: the vision tower's attention and the resampler. The overlay for the language model's type serves the language
-model.
+Served: the vision tower's attention, and the connector (the projection and the resampler). The overlay for the language
+model's type serves the language model.
 """
 
 try:

@@ -168,8 +168,8 @@ def recording(mode: str) -> AbstractContextManager[list[Any]]:
 
 
 def account(mode: str, model: Any, routes: list[Any]) -> dict[str, Any]:
-    """The facts about a run: the model, the device, the version of torch, the routes of attention and, for the loader,
-    the explanation."""
+    """The facts about a run: the model, the device, the version of torch, two of the routes of attention and, for the
+    loader, the explanation."""
     attention = sorted({(route.tier, route.shapes[:3]) for route in routes if route.operation == "attention"}, key=str)
     facts: dict[str, Any] = {
         "key_value_heads": getattr(model.config, "num_key_value_heads", model.config.num_attention_heads),

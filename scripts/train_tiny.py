@@ -1,7 +1,7 @@
 """Train a small Llama-like model from scratch, on text that every Python installation contains.
 
-With it, the demo and the tests need no download of a trained checkpoint. The text is the Python language reference that
-`help()` shows, and the tokenizer is a BPE learned on it.
+With it, the tests and most of the demo need no download of a trained checkpoint. The text is the Python language
+reference that `help()` shows, and the tokenizer is a BPE learned on it.
 
     python scripts/train_tiny.py OUT [--steps 800]
 """

@@ -14,7 +14,7 @@ TERMS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
 
 
 class Unknown(Exception):
-    """An unknown statement or expression; its text is the message."""
+    """Code that can't be drafted. The message is its text, or a description."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Attention:
 
 
 def attention_shape(cls: ast.ClassDef, forward: ast.FunctionDef) -> Attention:
-    """Parse the forward. Raises `Unknown` with the first unknown line."""
+    """Parse the forward. Raises `Unknown` with the first line of the first unknown statement."""
     return _Reader(cls, forward).read()
 
 

@@ -171,7 +171,7 @@ def _from_to(values: Sequence[Any], shown: Callable[[Any], str]) -> str:
 
 
 def shared(segment: Any) -> Iterator[str]:
-    """Yield the notes below a table of several GPUs: interconnect, versions, comparison of tokens, exchanges."""
+    """Yield the notes below a table for several GPUs: interconnect, versions, comparison of tokens, all-reduces."""
     from hf_rocm.tools.bench.report import exchange, notes, parallel
 
     versions = ", ".join(f"{name} {segment.machine[name]}" for name in ("hf_rocm", "torch", "transformers"))

@@ -137,6 +137,7 @@ def _folder(command: str, way: str) -> Path:
 
 
 def _environ(**changes: str) -> dict[str, str]:
-    """The environment of a process: no network, no progress bars, and one thread, because two processes run at once."""
+    """The environment of a process: no access to the Hub, no progress bars, and one thread, because two processes run
+    at once."""
     quiet = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return clean_environ(OMP_NUM_THREADS="1", COLUMNS=str(columns() - 4), **quiet, **changes)

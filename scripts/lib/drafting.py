@@ -71,8 +71,8 @@ _ROTATE_HALF = "return torch.cat((-x2, x1), dim=-1)"
 class Draft:
     """A draft of an overlay.
 
-    text: its source; served: the classes that it binds or whose forward it replaces; left: the classes and tables that
-    are left to the author, with the reasons.
+    text: its source, empty if no class is served; served: the classes that it binds or whose forward it replaces; left:
+    the classes and tables that are left to the author, with the reasons.
     """
 
     text: str

@@ -20,10 +20,10 @@ class Call:
     arguments: arguments of generate.
 
     repeats: whether the layers of the model add zeros, so that it repeats the last token of the prompt, and the number
-    of accepted drafts is known. prompt: `random`, or with an n-gram of one token: `one token` (lookups draft the same
-    token, so all drafts are accepted), `one, then others` (the first draft is accepted) or `every other` (lookups draft
-    random tokens, so all drafts are rejected). assistant: whether the first layers of the model are used as the
-    assistant model.
+    of accepted drafts is known. prompt: `random`, or, for lookups of n-grams of one token: `one token` (lookups draft
+    the same token, so all drafts are accepted), `one, then others` (only the first draft is accepted) or `every other`
+    (the first draft is a random token, so all drafts are rejected). assistant: whether the first layers of the model
+    are used as the assistant model.
     """
 
     name: str

@@ -3,7 +3,7 @@
 A kind is bf16, a value of `quantize=`, or a checkpoint format of `packed_checkpoints`. Several models are on the device
 at the same time and are timed in turn, round by round. If there are more than two and their caches do not fit, they are
 timed one after another, with bf16 at the beginning and at the end. A kind that fails is reported, and the others are
-still measured.
+still measured, unless bf16 can't be loaded.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _USABLE = 0.95
 
 @dataclass(frozen=True)
 class Run:
-    """What is measured. kinds: the kinds besides bf16. together: the number of kinds on the device at the same time."""
+    """What is measured. kinds: the kinds in addition to bf16. together: how many of them are on the device at the same
+    time, in addition to bf16."""
 
     shape: str
     kinds: Sequence[str]

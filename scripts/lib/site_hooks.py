@@ -10,9 +10,9 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-# A text table has a cell with more characters after the first column.
+# A text table has a cell with more characters than this after the first column.
 LONG = 60
-# If the first column has more characters of code, there is too little room for a second column.
+# If code in the first column has more characters than this, there is too little room for a second column.
 WIDE_NAME = 24
 # The largest number of columns of a text table.
 FEW = 6

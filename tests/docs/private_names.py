@@ -20,7 +20,7 @@ LIBRARIES = ("torch", "transformers", "triton", "accelerate")
 MARK = "_hf_rocm"
 PREPARED = {"_overlays", "_active", "_bias"}
 
-# Python's own methods of named tuples
+# Names that begin with an underscore in Python's own named tuples
 TUPLES = {name for name in dir(namedtuple("Any", "field")) if name.startswith("_")}
 
 # Sources that search for names in other programs without using them

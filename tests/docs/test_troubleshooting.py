@@ -1,4 +1,6 @@
-"""The pages on troubleshooting and containers: every check is explained, and doctor prints every quoted line."""
+"""The pages on troubleshooting and containers: every warning and problem of doctor is explained, doctor prints every
+quoted line, and the commands of the Dockerfile exist.
+"""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def test_the_wheel_contains_the_licence(wheel: Path) -> None:
     assert metadata_of(wheel)["License-Expression"] == "Apache-2.0"
 
 
-def test_the_wheel_made_from_the_sdist_is_the_same(
+def test_the_wheel_made_from_the_sdist_has_the_same_files(
     wheel: Path, build: Callable[[str, Path, Path], Path], tmp_path: Path
 ) -> None:
     archive = build("sdist", ROOT, tmp_path / "sdist")

@@ -1,4 +1,4 @@
-"""The tables in docs/multi-gpu.md equal the computed ones, and a run on several GPUs has a separate table."""
+"""The tables in docs/multi-gpu.md equal the computed ones, and notes on runs on several GPUs name the interconnect."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_the_order_lists_existing_suites_and_omitted_paths_exist(lib: SimpleName
     assert all((ROOT / path).exists() for path in (*left_out, *lib.testing.WITHOUT_TRANSFORMERS))
 
 
-def test_the_types_of_every_script_and_overlay_are_checked(
+def test_the_types_of_the_package_the_overlays_and_the_scripts_are_checked(
     lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(lib.checks, "MYPY_CACHE", tmp_path)
@@ -179,7 +179,7 @@ def test_a_file_that_differs_from_its_wheel_is_detected(lib: SimpleNamespace, tm
 
 
 @pytest.mark.parametrize("script", ["test", "check", "demo"])
-def test_every_script_has_help_and_refuses_unknown_options(script: str) -> None:
+def test_a_script_has_help_and_refuses_unknown_options(script: str) -> None:
     command = [sys.executable, str(ROOT / "scripts" / script)]
     result = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False)
     assert result.returncode == 0 and f"scripts/{script}" in result.stdout, result.stderr

@@ -29,7 +29,7 @@ def outcomes(lib, cases, rounds=2):
 
 
 def test_every_case_is_measured_with_correct_results_or_has_a_reason(lib, monkeypatch):
-    """Also checks that only hf_rocm's side runs hf_rocm's kernels."""
+    """Also checks that only hf_rocm's side runs hf_rocm's operations."""
     served, timed = [], lib.timed
 
     def watched(call, device):

@@ -23,9 +23,9 @@ from hf_rocm import features, options
 from hf_rocm.forwards.outputs import Outputs
 from hf_rocm.generation.step import Unrecordable
 
-# Lengths of up to `_LONG` tokens are padded to multiples of the first number, and longer calls to multiples of
-# the second. GEMMs and attention compute tiles of 32 to 128 rows, so a finer step saves little; a coarser one doubles
-# the work for short rows. 12 buckets cover 512 tokens.
+# Calls of up to `_LONG` tokens per row are padded to multiples of the first number, and longer ones to multiples of the
+# second. GEMMs and attention compute tiles of 32 to 128 rows, so a finer step saves little; a coarser one doubles the
+# work for short rows. 12 buckets cover 512 tokens.
 _STEPS = (32, 64)
 _LONG = 256
 
@@ -113,7 +113,7 @@ def refuses_model(model: Any) -> str | None:
 
 
 def pad(model: Any, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Padded | None:
-    """Return the padded form of a call, or None if it can't be padded.
+    """Return the padded form of a call, or None if the call is not padded.
 
     A call is not padded if it has no `input_ids` of shape [B, S], if its length is that of a bucket, if the padded call
     would exceed `pad_tokens` or the model's positions, or if it has arguments other than `input_ids`, those in

@@ -91,7 +91,7 @@ class RecordedForward(Recorded):
     def compare(self, run: Run, inputs: Inputs) -> Compared:
         """Replay the forward and compare it with an uncaptured run along the same path.
 
-        If the two differ, the uncaptured run is repeated, up to `RUNS` runs in total.
+        If the two differ, the uncaptured run is repeated: once, or up to `RUNS` runs in total if its results vary.
         """
         replayed = self.copies(inputs.tensors)
         runs: list[list[Tensor]] = []

@@ -117,7 +117,7 @@ class Snapshot:
         return bool(differing) and self.unchanged(model)
 
     def same_weights(self, other: Snapshot) -> bool:
-        """Return whether both snapshots have the same tensors and addresses: then the older one may become valid."""
+        """Return whether both snapshots have the same tensors at the same addresses, so the older may apply again."""
         return self.pointers == other.pointers and [*map(id, self.tensors)] == [*map(id, other.tensors)]
 
     def _current_forwards(self) -> list[Any]:

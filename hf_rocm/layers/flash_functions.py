@@ -21,10 +21,10 @@ Window = tuple[int | None, int | None]
 
 
 class RingPages(NamedTuple):
-    """The key pages of sliding layers. Every row is a ring that contains only its last `window` keys, in any order.
+    """The key pages of sliding layers. The pages of a row form a ring buffer of the keys in its window, in any order.
 
-    With them, `flash_attn_with_kvcache` expects a block table whose last column contains the slot of each row's new
-    key. size: the number of pages of a full ring.
+    With these pages, `flash_attn_with_kvcache` expects a block table whose last column contains the slot of each row's
+    new key. size: the number of pages of a full ring.
     """
 
     keys: Tensor

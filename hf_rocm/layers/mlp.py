@@ -123,7 +123,7 @@ def child(module: Any, name: str) -> Any:
 
 
 def activated(joined: Tensor, function: Any) -> Tensor:
-    """Return act(gate) · up for joined [..., gate | up]. function: the activation, called if no kernel computes it."""
+    """Return act(gate) · up for joined [..., gate | up]. function: the activation, called if it can't be fused."""
     known = activation_of(function)
     if known is None:
         gate, up = joined.chunk(2, dim=-1)

@@ -15,7 +15,7 @@ from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.linear import left_to_pytorch
 from hf_rocm.ops.rotary_angles import HALVES, one_kernel
 
-# The part of transformers that changes the frequencies of some types before the forward.
+# The code of transformers that updates the frequencies of some types of rotary embedding before the forward.
 _FEATURE = "rotary_embedding"
 
 
@@ -40,8 +40,8 @@ class RotaryEmbedding:
         """Return (cos, sin), [B, S, R], or [B, S, R / 2] for the layout `once`.
 
         x: any tensor on the result's device; unless `wide`, the result has its dtype. position_ids: [B, S]. Runs the
-        stock forward if no kernel serves the call, or if the type of the embedding may change the frequencies during a
-        call.
+        stock forward while torch.compile or torch.export traces, if no kernel serves the call, or if the frequencies
+        may change during a call.
         """
         dtype = torch.float32 if self.wide else x.dtype
         if position_ids is not None and not (compiling() or compiler._is_compiling_flag):
@@ -59,7 +59,7 @@ class RotaryEmbedding:
 
 
 def frequencies(module: Any, layer_type: str | None = None) -> tuple[Tensor, float] | None:
-    """Return `inv_freq` [R / 2] and the factor of cos and sin, or None if they are not a tensor and a number."""
+    """Return `inv_freq` [R / 2] and the factor of cos and sin, or None if they are not a plain tensor and a number."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     inv_freq, scaling = getattr(module, f"{prefix}inv_freq", None), getattr(module, f"{prefix}attention_scaling", None)
     if type(inv_freq) is not Tensor or inv_freq.ndim != 1 or not isinstance(scaling, (int, float)):
@@ -68,7 +68,7 @@ def frequencies(module: Any, layer_type: str | None = None) -> tuple[Tensor, flo
 
 
 def changes_frequencies(module: Any, layer_type: str | None = None) -> str | None:
-    """Return a sentence if a call may first change the frequencies, as for the types `dynamic` and `longrope`."""
+    """Return why a call may change the frequencies first, as with the types `dynamic` and `longrope`, or None."""
     kind = getattr(module, "rope_type", None)
     if layer_type is not None and isinstance(kind, dict):
         kind = kind.get(layer_type)

@@ -105,7 +105,7 @@ def eager(call: DeltaCall) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS-normalise the last dim of x, and multiply by the weight and by silu(gate). Returns x's dtype."""
+    """RMS-normalise the last dim of x, and multiply by the weight and by silu(gate). The result has x's dtype."""
     wide = torch.promote_types(x.dtype, torch.float32)
     normed = x.to(wide) * (x.to(wide).square().mean(-1, keepdim=True) + eps).rsqrt()
     return (weight * normed.to(x.dtype) * functional.silu(gate.to(wide))).to(x.dtype)

@@ -16,10 +16,10 @@ from hf_rocm.ops.aiter.layout import shuffle_tiles, unshuffle_tiles
 
 INT8 = torch.int8
 FP8 = torch.float8_e4m3fn
-# The fp8 format of MI300: no negative zero, and about half the range
+# The fp8 format of MI300: no negative zero, and about half the range.
 FP8_FNUZ = torch.float8_e4m3fnuz
 
-# The GPUs whose matrix units multiply fp8, and the encoding that they use
+# The GPUs whose matrix units multiply fp8, and the encoding that they use.
 _FP8_OF = {"gfx942": FP8_FNUZ, "gfx950": FP8, "gfx1200": FP8, "gfx1201": FP8}
 
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny

@@ -139,7 +139,7 @@ def run_length(k: int, group: int) -> int:
 
 
 def kernel_groups(k: int, group: int) -> tuple[int, int]:
-    """Return the count of numbers that a kernel sums before it multiplies by a scale, and the step to the next scale.
+    """Return how many products a kernel sums before it multiplies by a scale, and the step to the next scale.
 
     The step is 1, or 0 if a row has a single scale.
     """

@@ -20,7 +20,7 @@ from hf_rocm.ops.triton.launch import power_of_two
 def look_up_drafts(ids: Tensor, step_ids: Tensor, selected: Tensor, header: Tensor, *, ngram: int) -> None:
     """Write the position of the next step of prompt lookup, and where its drafts begin, to header.
 
-    ids: [1, S], the tokens before a step; its last one is the first token of the step. step_ids: [1, N], the tokens of
+    ids: [1, S], the tokens before a step; the last one is also the step's first token. step_ids: [1, N], the tokens of
     the step: the last token and N - 1 drafts. selected: [1, N], the tokens that the model chose. header: [2]. All are
     int64. With n the largest number for which the first n drafts equal the first n selected tokens, the first n + 1
     selected tokens continue the sequence. header[0] receives S + n, the position of the last token of the continued

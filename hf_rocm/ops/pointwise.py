@@ -169,7 +169,7 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 _TORCH: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh}
 ACTIVATIONS = (*_TORCH, CLAMPED)
 
-# Hendrycks and Gimpel 2016: the Gaussian error linear unit, exact and in its tanh approximation
+# Hendrycks and Gimpel 2016: the Gaussian error linear unit, exact and in its tanh approximation.
 _FORMULAS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": lambda x: x / (1.0 + torch.exp(-x)),
     "gelu": lambda x: 0.5 * x * (1.0 + torch.erf(x * 0.5**0.5)),

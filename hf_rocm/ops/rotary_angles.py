@@ -1,7 +1,7 @@
 """rotary_angles: cos and sin of every token's position times every frequency, for rotary position embeddings.
 
-transformers computes them with nine small kernels, once per call of a model. In a recorded decode step, each of these
-kernels takes longer to launch than to run.
+transformers computes them with nine small kernels, usually once per forward of a model. In a recorded decode step, each
+of these kernels takes longer to launch than to run.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ def varlen_attention(
 
     query: [T_q, H, D]; key: [T_k, Hkv, D]; value: [T_k, Hkv, D_v]. query_ends, key_ends: [B + 1] int32 on the same
     device; sequence i is between entries i and i + 1, and the first entry is 0. longest_query, longest_key: the largest
-    lengths. Sequences may be empty; the output is zero for queries after the last sequence. The other arguments
-    are those of `attention`.
+    lengths. Sequences may be empty. The output is zero for queries after the last sequence, except in the aiter tier,
+    where it is undefined. The other arguments are those of `attention`.
 
     Returns [T_q, H, D_v]; with `lse` also the log-sum-exp of the softmax, [T_q, H] in fp32 (fp64 for fp64): the natural
     logarithm of the sum of the exponentials of a query's scores and its sink, −inf for a query that has neither. It is

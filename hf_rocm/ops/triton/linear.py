@@ -1,6 +1,6 @@
 """GEMMs with few rows through hf_rocm's kernels, alone or with norm, gate and residual sum.
 
-`tiles` chooses one of two kernels and its tiles, which were measured on one NVIDIA GPU and estimated for AMD GPUs.
+`tiles` chooses one of two kernels and its tiles, which were measured on NVIDIA GPUs and estimated for AMD GPUs.
 """
 
 from __future__ import annotations

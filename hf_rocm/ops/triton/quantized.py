@@ -92,7 +92,7 @@ def dequantize_refuses(spec: QuantizedSpec, device: Device) -> str | None:
 
 
 def format_refuses(spec: QuantizedSpec | RoundingSpec, device: Device) -> str | None:
-    """Why the device has no instructions that convert this 8-bit format, or None."""
+    """Why the device can't convert numbers of this format, or None."""
     if device.rocm or device.kind == "cpu" or spec.format not in (FP8, FP8_FNUZ):
         return None
     if spec.format == FP8_FNUZ:

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
 
-# A number below every packed number.
+# An integer below every packed one.
 LEAST = tl.constexpr(-(2**63))
 
 

@@ -24,7 +24,8 @@ def setup_environment(
 
     allocator: settings of PyTorch's allocator, such as `expandable_segments:True`; None keeps the current settings.
     Settings in the user's environment take precedence. On ROCm, `max_split_size_mb` is removed if expandable segments
-    are enabled: the combination lets memory grow without bound, and has corrupted data on some GPUs.
+    are enabled, even from the current settings: the combination lets memory grow without bound, and has corrupted data
+    on some GPUs.
     tf32: allow TF32 in matrix multiplications and convolutions. cudnn_benchmark: let cuDNN or MIOpen benchmark
     algorithms. Flags that this build lacks are skipped.
 

@@ -175,7 +175,10 @@ def set_variable(name: str, value: str | None) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder for facts about this machine, such as passed checks. Raises `OSError` without a home folder."""
+    """Return the folder for facts about this machine, such as passed checks.
+
+    Raises `OSError` if it would be in the user's home folder and there is none.
+    """
     named = os.environ.get("HF_ROCM_CACHE", "").strip()
     base = os.environ.get("XDG_CACHE_HOME", "").strip()
     try:

@@ -31,7 +31,7 @@ class Place:
 
 
 def place() -> Place | None:
-    """Return this process's rank; None if it is the only process, or if PyTorch has no torch.distributed."""
+    """Return this process's rank; None if it is the only process, or if PyTorch lacks torch.distributed."""
     import torch.distributed as distributed
 
     variables = options.launcher()

@@ -107,7 +107,7 @@ class DecodeCache(Cache):
         return [(places, layer.rows) for places, layer in self._places.values()]
 
     def relative_places(self) -> list[tuple[Tensor, int]]:
-        """The tensors that the caller writes, with the difference between a step's first row and its position."""
+        """The tensors that the caller must write, with the difference between a step's first row and its position."""
         self._placed = -1, 1
         return [(places, -layer.base) for places, layer in self._places.values()]
 

@@ -1,6 +1,6 @@
 """torch.compile with settings that work on ROCm: for a model, and for calls that transformers compiles automatically.
 
-The settings are arguments of every compilation. No global setting of PyTorch changes, and nothing has to be restored.
+The settings are arguments of every compilation. No global setting of PyTorch changes, so none has to be restored.
 Settings that the user passes take precedence. Published reports disagree on `reduce-overhead`, so it is allowed, and
 `hf-rocm bench --sides compile,reduce-overhead,hf_rocm` measures it.
 """

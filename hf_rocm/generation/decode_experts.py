@@ -1,8 +1,9 @@
 """Count the changes of a model's experts implementation while calls of `generate` decode.
 
-From transformers 5.0 on, `generate` sets another implementation on the model while it decodes. All threads that use the
-model run this implementation, so it may change between and within the steps of a call. Recordings are made for one
-implementation, and its results differ from those of another by rounding.
+From transformers 5.0 on, `generate` replaces the implementation `grouped_mm` with `batched_mm` while it decodes, except
+on the CPU in later releases. All threads that use the model run this implementation, so it may change between and
+within the steps of a call. Recordings are made for one implementation, and its results differ from those of another by
+rounding.
 """
 
 from __future__ import annotations

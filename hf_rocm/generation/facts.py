@@ -31,9 +31,9 @@ _EXACT = (nn.Parameter, Tensor)
 
 
 def fact(value: Any, kept: list[object]) -> Hashable:
-    """The contents of a container, the address of a tensor, or the identity of another value.
+    """A plain value itself, the contents of a container, the place of a tensor, or the identity of another value.
 
-    Appends the objects whose ids are in the result to `kept`.
+    Appends to `kept` the objects that don't support weak references, because the result contains only their ids.
     """
     if value.__class__ in _PLAIN_CLASSES or isinstance(value, PLAIN):
         return value

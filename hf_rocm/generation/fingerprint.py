@@ -116,7 +116,7 @@ class _Reading(NamedTuple):
 
     names: the numbers of the modules' attributes, and the names in modules that have ignored ones. identities: classes,
     and weak references, of which Python keeps one per object. plain: numbers, strings and dtypes. kept: objects whose
-    ids are in `values`.
+    ids or addresses are in `values`.
     """
 
     names: list[object]
@@ -130,7 +130,8 @@ class Snapshot:
     """The state of a model, except for the functions that its classes call. Two snapshots are equal if the states are.
 
     `holds` takes a third of the time of a new snapshot, because the attributes are already sorted by how they are
-    compared, and most of them are compared by identity. Only plain values and classes are referenced.
+    compared, and most of them are compared by identity. A snapshot references plain values, classes, the options,
+    shuffled copies, and objects that don't support weak references; it references nothing else of the model strongly.
 
     devices: those of the parameters. key: what determines the functions that are called, see `watches_of`.
     """

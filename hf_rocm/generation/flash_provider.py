@@ -1,4 +1,4 @@
-"""Serve `flash_attention_2` of prepared models where the flash-attn package is not installed.
+"""Serve `flash_attention_2` for prepared models where the flash-attn package is not installed.
 
 transformers checks for the package whenever an implementation is selected, and imports the package's functions through
 one function, `lazy_import_flash_attention`. For prepared models the check is skipped, and that function returns

@@ -70,8 +70,8 @@ class StepMask:
 
     lengths: [S_q], for every token of the step, the number of keys per row up to and including this token. starts: [B],
     the index of every row's first key that is not padding, or None. hidden: in an additive mask, the value for
-    keys that are not seen; None if the mask is bool. written: the tensor that `begin_step` writes, which has
-    the same memory; if the mask is bool, as uint8.
+    keys that are not seen; None if the mask is bool. written: the tensor that `begin_step` writes to: `tensor`, or a
+    view of it as uint8 if the mask is bool.
     """
 
     def __init__(

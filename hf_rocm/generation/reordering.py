@@ -54,8 +54,8 @@ def recorded(
 ) -> Reordering | str | None:
     """Return the recorded reordering for the cache's number of tokens.
 
-    If there is none, reorder the cache, record that, and return None; if that fails, return a sentence. rows: the
-    source row of every row of the batch, [B] int64.
+    If there is none, reorder the cache, record the reordering, and return None, or a sentence if the recording fails.
+    rows: the source row of every row of the batch, [B] int64.
     """
     reorderings = cache.recordings.setdefault(_ENTRY, {})
     extents = cache.extents()

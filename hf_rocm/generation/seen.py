@@ -28,7 +28,7 @@ class Seen:
         _keep(self._replayed, (state, tokens), key)
 
     def key_of(self, state: int | None, tokens: int) -> Hashable:
-        """The key of the last such step, or None."""
+        """The key that `record_replay` last recorded for this state and number of tokens, or None."""
         return self._replayed.get((state, tokens))
 
     def check_and_record(self, key: Hashable) -> bool:

@@ -1,4 +1,4 @@
-"""The shapes, strides, dtypes and devices of tensors, compared in one call.
+"""The classes, shapes, strides, dtypes and devices of tensors, compared in one call.
 
 The guards of torch.compile compare them in a quarter of the time that Python code takes.
 """

@@ -92,7 +92,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def attributes_of(module: nn.Module, *, without: frozenset[str] = frozenset()) -> tuple[str, ...]:
-    """The names in a module's `__dict__`, sorted, without these and those that every `nn.Module` has."""
+    """The names in a module's `__dict__`, sorted, except those in `without` and those that every `nn.Module` has."""
     return _further(tuple(module.__dict__), without)
 
 

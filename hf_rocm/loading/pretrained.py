@@ -78,7 +78,8 @@ def from_pretrained(
 
     Returns the model, or with `output_loading_info=True` the pair (model, loading info), as transformers does.
     Raises `LoadError` (an `OSError`) if the config or the weights can't be found or read, `OptionError` if an argument
-    has an invalid value or is one that transformers does not accept, and `RankError` as above.
+    has an invalid value or is one that transformers does not accept, `RankError` as above, and the errors of
+    `hf_rocm.prepare`.
     """
     options.refresh()
     check_arguments(preshuffle=preshuffle, budget=budget, linear_backend=linear_backend, force=force, graphs=graphs)

@@ -245,7 +245,10 @@ def _resolved(namespace: dict[str, Any], chain: list[str]) -> Reference | None:
 
 
 def _method(cls: type, name: str) -> Reference | None:
-    """The reference to a method or property that the class or a base below `nn.Module` defines; None for `forward`."""
+    """The reference to a method or property that the class or a base below `nn.Module` defines, or None.
+
+    Also None for `forward`.
+    """
     if name == "forward":
         return None
     for parent in cls.__mro__:

@@ -14,7 +14,7 @@ from functools import lru_cache
 
 # Separates the names that a definition has in different releases.
 EITHER = "|"
-# The length of a digest, in hex characters.
+# The length of a digest, in hexadecimal digits.
 _LENGTH = 16
 _IGNORED = frozenset({"annotation", "ctx", "kind", "returns", "type_comment", "type_ignores", "type_params"})
 _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)

@@ -83,7 +83,7 @@ def aiter_facts() -> AiterFacts:
 
 
 def _package(name: str) -> Path | None:
-    """The folder of a top-level package, located without importing it."""
+    """The folder of a top-level package, located without importing it; None if there is none."""
     try:
         spec = importlib.util.find_spec(name)
     except ValueError:

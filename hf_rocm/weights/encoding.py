@@ -32,7 +32,7 @@ class QuantizedWeight(nn.Module):
     scale: Tensor
     bias: Tensor | None
     zeros: Tensor | None
-    # The number of rows that are encoded together.
+    # Rows are encoded in multiples of this number.
     step = 1
     # The number of rows that share their scales.
     per_scale = 1

@@ -2,7 +2,7 @@
 
 None of them was measured for hf_rocm, because no AMD GPU was available. An entry is a published measurement of the
 same kernels. It applies only to its GPU, dtype and sizes, and requires its release of aiter or a later one. The
-minimum number of rows for which shuffled weights are used is the option `preshuffle_threshold`, not part of the entry.
+minimum number of rows for which shuffled weights are used is the option `preshuffle_threshold`, not the entry's `rows`.
 """
 
 from __future__ import annotations

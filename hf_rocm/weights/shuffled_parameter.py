@@ -164,7 +164,7 @@ class ShuffledWeight(nn.Parameter):
 
 @register
 class ShuffledGroup(WeightGroup):
-    """The layers of a fused group, whose weights are parts of one shuffled matrix. bias: their joined biases."""
+    """The layers of a fused group, whose weights are parts of one shuffled matrix. bias: the joined biases, or None."""
 
     order = 20
 

@@ -203,7 +203,7 @@ class FourBitFormat(LinearFormat):
         raise NotImplementedError
 
     def from_zeros(self, zeros: Tensor) -> Tensor:
-        """The inverse of `zeros`: the layer's tensor for zero points [N, groups] int32."""
+        """The inverse of `zeros`: return the layer's tensor. zeros: the zero points, [N, groups] int32."""
         raise NotImplementedError
 
     def group_of(self, tensors: Tensors, k: int, device: torch.device) -> Tensor:

@@ -41,7 +41,7 @@ class _Step(IntEnum):
     COMPACT = 7
 
 
-# The largest number of refusals.
+# The largest number of reasons why tiers are refused.
 _REASONS = 6
 # The largest number of class names per reason.
 _STOCK = 6

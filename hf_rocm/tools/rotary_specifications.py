@@ -35,7 +35,7 @@ def rotated_dims(model: nn.Module) -> dict[str, set[int]]:
 
 
 def of_angles(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
-    """Yield the (operation, situation, specification) tuples of a rotary embedding. dtype: of the hidden states."""
+    """Yield (operation, situation, specification) tuples of a rotary embedding. dtype: that of the hidden states."""
     layer = getattr(bind.binding_of(module), "layer", None)
     if not isinstance(layer, RotaryEmbedding) or bind.mode_of(module) == bind.OFF:
         return

@@ -15,8 +15,8 @@ from packaging.version import Version
 RELEASE = Version(transformers.__version__)
 NEW = 12
 
-# There are too few blocks for all prompts at once, so that some prompts wait. The block size is left to transformers:
-# 32 in 4.57 and 5.0, and pages of 256 in later releases.
+# A batch has at most 32 tokens, fewer than all prompts together, so that some prompts wait. The block size is left to
+# transformers: 32 in 4.57 and 5.0, and pages of 256 in later releases.
 BLOCKS = {"num_blocks": 16, "max_batch_tokens": 32}
 
 # The attention implementation that supports pages. In 4.x, the user selects it. 5.0 selects it for the model. Later

@@ -1,7 +1,8 @@
 """transformers' own ModelTesterMixin on tiny models: tests that pass with stock also pass with overlays.
 
-Both passes run once, in separate processes (scripts/lib/upstream_passes.py), with the mixin of the installed release's
-source distribution, which scripts/test fetches. Without that distribution, these tests are skipped.
+The mixin's tests run once with stock and once with overlays, in separate processes (scripts/lib/upstream_passes.py).
+The mixin is from the installed release's source distribution, which scripts/test fetches. Without that distribution,
+these tests are skipped.
 """
 
 from __future__ import annotations

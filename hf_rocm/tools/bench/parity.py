@@ -181,7 +181,10 @@ def _largest(actual: Tensor, exact: Tensor) -> float:
 
 
 def _length(model: Any, case: Case) -> int:
-    """Return the prompt length, limited by `TOKENS` and by the memory for the scores of eager attention."""
+    """Return the prompt length, limited by `TOKENS` and by the size of the scores of eager attention.
+
+    On a GPU, the scores must fit in the free memory. On a CPU, a batch may have 2²⁴ pairs of a query and a key.
+    """
     if not case.prompt:
         # Images have no prompt.
         return 0

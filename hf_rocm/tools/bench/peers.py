@@ -52,7 +52,7 @@ class Peers:
         return share * size / self.sum_seconds(torch.zeros(size // 4, device=self.device))
 
     def facts(self, exchange: Exchange, case: Case) -> dict[str, Any]:
-        """Return the record of an exchange. It is computed, except for the measured time of one all-reduce."""
+        """Return the record of a unit's collectives: computed, except for the measured time of one all-reduce."""
         message = torch.zeros(max(1, exchange.message // 4), dtype=torch.float32, device=self.device)
         return {
             "sums": exchange.sums,
@@ -74,7 +74,7 @@ class Peers:
 
 
 def exchanged(model: Any, case: Case, ranks: int) -> Exchange:
-    """Return the exchanges of a decode step or a prefill, which depend on what this release of transformers shards."""
+    """Return the collectives of a decode step or a prefill, which depend on what this transformers release shards."""
     config = model.config.get_text_config()
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     divided = [local(parameter).shape[0] < config.vocab_size for parameter in (table, head)]

@@ -201,7 +201,7 @@ def milliseconds(value: float) -> str:
 
 
 def large(value: float) -> str:
-    """Format a number with a unit prefix."""
+    """Format a number with an SI prefix."""
     power, prefix = next(((prefix, name) for prefix, name in _PREFIXES if value >= prefix), (1e6, "M"))
     return f"{value / power:.{2 if value < 100 * power else 0}f} {prefix}"
 

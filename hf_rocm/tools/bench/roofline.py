@@ -18,7 +18,7 @@ from hf_rocm.tools.bench.rates import Rates
 class Floor(NamedTuple):
     """The lower bound of one timed unit: its time in milliseconds, bytes and FLOPs.
 
-    by: what limits it, `memory` or `products` (the GEMM rate). exchange: the time in milliseconds to send a rank's
+    by: what limits it, `memory` or `compute` (the GEMM rate). exchange: the time in milliseconds to send a rank's
     messages, computed from their size and the measured bandwidth.
     """
 
@@ -54,7 +54,7 @@ def decode_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
 def forward_work(model: Any, case: Case, ranks: int = 1) -> tuple[float, float]:
     """Return the bytes and FLOPs of a forward pass over the prompt or image.
 
-    For a prompt, the head runs on one position per row.
+    In a prefill, the head runs only on the last position of each row.
     """
     length = case.prompt or _positions(model)
     causal = case.kind == "prefill"

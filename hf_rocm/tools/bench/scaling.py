@@ -16,7 +16,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Decoder:
     """A dense decoder. matrices: the elements that every token uses (embeddings are looked up). keys: the elements of
-    one token's keys and values. item: bytes per element."""
+    one token's keys and values in all layers. item: bytes per element."""
 
     hidden: int
     layers: int
@@ -52,8 +52,8 @@ class Decoder:
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchanges of one step. sums: the number of all-reduces. message: bytes per all-reduce. gathered: bytes of the
-    all-gathered logits, if the head is sharded too."""
+    """The collectives of one step. sums: the number of all-reduces. message: bytes per all-reduce. gathered: bytes of
+    the all-gathered logits, if the head is sharded too."""
 
     ranks: int
     sums: int
@@ -72,7 +72,7 @@ class Exchange:
 
 
 def exchange(decoder: Decoder, ranks: int, *, tokens: int = 1, embedding: bool = False, head: bool = False) -> Exchange:
-    """Return the exchanges of a forward pass over this number of tokens (batch × length).
+    """Return the collectives of a forward pass over this number of tokens (batch × length).
 
     embedding, head: whether the embedding table and the head are sharded too, which depends on the release of
     transformers. The logits of one position are gathered.
@@ -86,7 +86,7 @@ def exchange(decoder: Decoder, ranks: int, *, tokens: int = 1, embedding: bool =
 
 
 def step_seconds(decoder: Decoder, ranks: int, bandwidth: float, *, batch: int = 1, context: int = 0) -> float:
-    """Return a lower bound on the time of a decode step on one rank, without the exchanges, in seconds.
+    """Return a lower bound on the time of a decode step on one rank, without the collectives, in seconds.
 
     bandwidth: the bandwidth of one GPU's memory, in bytes per second.
     """

@@ -77,7 +77,10 @@ class Side:
         return _forwards_note(self.model) or _graph_note(self.model)
 
     def replay_alone(self) -> float | None:
-        """Return the device time in ms of a replay of the last recorded step or forward; None without a recording."""
+        """Return the device time in ms of a replay of the last recorded step or forward.
+
+        Returns None without a recording, and for sides other than hf_rocm.
+        """
         return _replay_alone(self.model) if self.name == PREPARED else None
 
     def forget(self) -> None:
@@ -89,7 +92,7 @@ class Side:
 
 
 def _graph_note(model: Any) -> str | None:
-    """Report whether steps were replayed, and if not, the reason."""
+    """Return how many steps were replayed, and why others were not; None if the model has no state."""
     from hf_rocm.generation import state
 
     known = state.known(model)
@@ -102,7 +105,7 @@ def _graph_note(model: Any) -> str | None:
 
 
 def _forwards_note(model: Any) -> str | None:
-    """Report whether an encoder's forward passes were replayed, and if not, the reason."""
+    """Return how many forwards of an encoder were replayed, and why others were not; None if it has no state."""
     from hf_rocm.forwards import state
 
     known = state.known(model)

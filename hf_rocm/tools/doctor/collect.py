@@ -152,7 +152,7 @@ def _container(machine: Machine, environment: dict[str, str]) -> str | None:
 def _files(machine: Machine) -> dict[str, bool]:
     """Detect an NVIDIA GPU by its device file, and the installed builds of packages by their files.
 
-    All builds of a package may have the same name and version.
+    Different builds of a package can have the same name and version.
     """
     nvidia = {"nvidia_device": machine.look("/dev/nvidiactl") is not None}
     torch = machine.torch().path

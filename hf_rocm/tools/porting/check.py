@@ -62,8 +62,9 @@ def check(path: str | Path, *, progress: Callable[[int, int], None] | None = Non
 
     Reads Python, notebooks, shell scripts, Dockerfiles, compose files, CMake files, Makefiles, files that declare
     packages (pyproject.toml, setup.cfg, requirements, conda environments), and C, C++ and CUDA. Virtual environments,
-    caches, links to folders, and files and folders that have a counterpart for ROCm are skipped. progress(done, total)
-    is called after each file. Raises `HfRocmError` if the path does not exist or contains no file of these kinds.
+    folders such as .git and __pycache__, links to folders, and files and folders that have a counterpart for ROCm are
+    skipped. progress(done, total) is called after each file. Raises `HfRocmError` if the path does not exist or
+    contains no file of these kinds.
     """
     top = Path(path)
     if not top.exists():

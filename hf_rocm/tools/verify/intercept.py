@@ -38,7 +38,7 @@ def intercepted(interceptors: Mapping[int, Interceptor]) -> Iterator[None]:
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """Return a module's main result, a tensor or the first element of a tuple or list; None if that is no tensor."""
+    """Return a module's main result, a tensor or the first element of a tuple or list, or None if it isn't a tensor."""
     if isinstance(value, (tuple, list)) and value:
         value = value[0]
     return value if isinstance(value, Tensor) else None

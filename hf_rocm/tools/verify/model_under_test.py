@@ -2,7 +2,7 @@
 
 There is only one model in memory. Stock runs with the same modules and parameters and with all dispatchers disabled, so
 a fused weight that no longer matches its parameters is detected. A model whose weights were shuffled in place or whose
-layers were routed is restored meanwhile, and prepared again afterwards.
+layers were routed is restored first, and prepared again afterwards.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def test_panels_of_a_kind_share_a_scale_unless_a_bar_would_be_too_short():
     assert chart._scales([*near, *far]) == pytest.approx([24.0, 24.0, 12.0, 1.2 * 99.0])
 
 
-def test_the_png_needs_pillow(tmp_path):
+def test_with_pillow_a_png_of_twice_the_size_is_written_too(tmp_path):
     if not drawing.can_png():
         pytest.skip("not run: needs Pillow")
     files = chart.save([segment()], tmp_path / "a")

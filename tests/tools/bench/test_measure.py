@@ -47,7 +47,7 @@ def test_every_round_runs_every_side_in_turn(model, monkeypatch):
     assert [(timing.unit.median, timing.warmup, len(timing.rounds)) for timing in done.timings] == [(250.0, 0.5, 3)] * 2
 
 
-def test_a_timed_round_counts_every_token_after_the_first(model):
+def test_a_decode_case_has_a_time_per_token_and_to_the_first_token(model):
     done = measure.measure(measurement(model, ["stock", "hf_rocm"], rounds=2), DECODE)
     for timing in done.timings:
         assert 0 < timing.unit.low <= timing.unit.median <= timing.unit.high and timing.first.median > 0

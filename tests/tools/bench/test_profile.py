@@ -34,6 +34,6 @@ def test_a_profile_of_a_model_has_its_gemms_and_a_trace(case, tmp_path, monkeypa
     assert "aten::mm" in names or "aten::addmm" in names
     # One run per step.
     assert summary.kernels["aten::embedding"][0] == 3
-    # A CPU has no queue.
+    # There are no gaps on a CPU.
     assert not summary.lines()
     assert json.loads(trace.read_text())["traceEvents"]

@@ -1,4 +1,4 @@
-"""The sentences that report a comparison."""
+"""The sentences that report a comparison, and the name of a model with a given number of layers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of sharding a model, compared with the sizes of real models and with its inverse."""
+"""The arithmetic of sharding a model, compared with real models, a simulated ring, and its own inverse."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ _LEAST = 0.2
 class Agreement(NamedTuple):
     """A comparison of two sides on the same requests.
 
-    equal, total: numbers of answers. rate: first differences per compared token. stock: the same rate between stock's
-    answers to single and to batched requests.
+    equal: the number of equal answers. total: the number of all answers. rate: first differences per compared token.
+    stock: the same rate between stock's answers to single and to batched requests.
     """
 
     equal: int

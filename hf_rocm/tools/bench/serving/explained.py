@@ -1,5 +1,6 @@
-"""Code that runs in the server with hf_rocm. It prepares the models that the server loads and, on a signal, writes what
-`explain` reports about decode steps.
+"""Code that runs in the server with hf_rocm.
+
+It prepares the models that the server loads and, on a signal, writes `explain`'s sentences about decoding.
 """
 
 from __future__ import annotations

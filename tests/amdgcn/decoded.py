@@ -1,6 +1,6 @@
 """Compare the decoded instructions of a code object with the assembly that was executed.
 
-Triton assembles the text, so this detects errors in parsing it, such as a missing line, and a text that does not
+Triton assembles the text, so this detects errors in parsing it, such as a missing line, and text that does not
 belong to the binary. The decoder is tinygrad's, generated from AMD's machine-readable ISA documents.
 """
 

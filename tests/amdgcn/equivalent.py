@@ -27,7 +27,8 @@ from tests.amdgcn.machine.operands import SCALAR
 from tests.amdgcn.machine.state import State
 
 _SPECIAL = (float("nan"), float("inf"), float("-inf"), 0.0, -0.0, 1e-40, 1e-7, 1.0, -1.0, 60000.0, 3e38)
-# Maximum number of launches for each kind of input data, with other random values in the registers that differ.
+# Maximum number of launches per recorded launch and kind of input data, each with new random values in the registers
+# that differ.
 FILLS = 3
 # Maximum bytes of a recorded launch.
 _MAX_BYTES = 1 << 22
@@ -80,7 +81,7 @@ def _as_they_are(data: np.ndarray, dtype: Any, rng: np.random.Generator) -> None
 
 
 def _any_bits(data: np.ndarray, dtype: Any, rng: np.random.Generator) -> None:
-    """Fill a buffer of floats: half of the elements are special values, the others have uniformly random bits."""
+    """Fill a buffer of floats: about half of the elements are special values, the others have random bits."""
     if dtype.is_floating_point:
         data[:] = rng.integers(0, 256, data.size, np.uint8)
         special = torch.tensor(_SPECIAL).to(dtype).view(torch.uint8).numpy().reshape(-1, dtype.itemsize)

@@ -28,9 +28,9 @@ from tests.amdgcn.machine import Program, UnknownInstruction
 
 _RAISED = re.compile(r"^E\s+tests\.amdgcn\.machine\.errors\.(\w+)", re.MULTILINE)
 
-# The number of cases of a variant that run before a fault counts as not detected.
+# The maximum number of cases of a variant that run before a fault counts as not detected.
 CASES = 40
-# The number of recorded launches per variant, for proofs.
+# The maximum number of recorded launches per variant, for proofs.
 LAUNCHES = 4
 # A launch stops after this multiple of the maximum number of instructions without a fault, plus 20 000.
 MAX_SLOWDOWN = 4
@@ -205,8 +205,8 @@ def _registered(functions: list[Any], function: Any) -> Iterator[None]:
 
 
 def _run(item: pytest.Item, following: pytest.Item | None) -> str | None:
-    """Run a case again without output. Returns how it failed, in one or two words, or None if it passed. following: an
-    item whose fixtures are kept active."""
+    """Run a case without output. Returns how it failed, in one or two words, or None if it passed. following: an item
+    whose fixtures are kept active."""
     from _pytest.runner import runtestprotocol
 
     # Tear down the fixtures of other modules.

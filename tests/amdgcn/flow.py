@@ -113,8 +113,8 @@ def followers(program: Program, index: int) -> Iterator[int]:
 
 
 def dead(program: Program, index: int, registers: Sequence[int] | set[int]) -> bool:
-    """Whether the values of these registers after an instruction are overwritten before they are read, on every
-    path."""
+    """Whether no path reads the values that these registers have after an instruction: they are overwritten first, or
+    the program ends."""
     return all(not _is_read(program, index, register) for register in registers)
 
 

@@ -109,6 +109,6 @@ def vector(state: State, name: str, dtype: Any = np.uint32, wave: int = 0) -> np
 
 
 def scalar(state: State, name: str) -> int:
-    """A scalar register, or a pair, after the last instruction."""
+    """A scalar register, or a pair, of the first wave after the last instruction."""
     operand = parse(name)
     return sum(int(state.s[operand.register + i, 0]) << 32 * i for i in range(operand.count))

@@ -237,7 +237,7 @@ def test_buffers_need_guard_zones_and_stores_to_read_only_ones_are_errors():
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_lds_of_every_size(arch):
+def test_lds_of_several_sizes(arch):
     lane = np.arange(lanes(arch), dtype=np.uint32)
     values = {f"v{4 + i}": (i + 1) * 0x01020304 + lane for i in range(4)}
     for count, suffix in ((1, "b32"), (2, "b64"), (4, "b128")):

@@ -52,7 +52,7 @@ def run(model):
         return model(input_ids=IDS).logits
 
 
-def test_only_the_safe_settings_are_passed_to_the_compiler(model, compiled):
+def test_the_settings_reach_the_compiler_but_not_the_global_config(model, compiled):
     from torch._inductor import config
 
     before = copy.deepcopy(config.get_config_copy())

@@ -165,7 +165,7 @@ def test_steps_are_launched_early_with_streamers_of_transformers_but_not_with_ot
         launched.clear()
 
 
-def test_calls_with_code_of_the_user_launch_no_step(pair, launched):
+def test_calls_with_user_code_sampling_a_processor_or_an_assistant_launch_no_step(pair, launched):
     prepared, stock = pair()
     calls = [
         {"stopping_criteria": [lambda ids, scores, **_: torch.zeros(1, dtype=torch.bool)]},

@@ -107,7 +107,7 @@ def test_every_step_equals_stock_while_windows_move(kind, pair, steps, monkeypat
 @pytest.mark.parametrize("padded", [0, 5])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "gemma2", "gemma3"])
 def test_every_step_equals_stock_while_drafts_are_verified(kind, padded, pair, steps, monkeypatch):
-    """Steps have any number of tokens and follow rejected drafts, while windows move and buffers grow."""
+    """Steps have different numbers of tokens and follow rejected drafts, while windows move and buffers grow."""
     monkeypatch.setattr(caches, "bucket", lambda tokens: -(-tokens // 8) * 8)
     in_place, stock = pair(kind)
     lengths = set()

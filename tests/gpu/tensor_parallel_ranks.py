@@ -1,4 +1,4 @@
-"""Recorded steps with collectives. test_tensor_parallel.py runs this script in two ranks on separate GPUs.
+"""Recorded steps with collectives. test_tensor_parallel.py runs this script as two ranks on separate GPUs.
 
 Arguments: a checkpoint, and a folder where each rank writes its results as JSON.
 """

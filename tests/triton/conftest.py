@@ -169,7 +169,8 @@ def patched_once() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def bf16_arithmetic() -> Iterator[None]:
-    """Multiply and subtract bf16 numbers in fp32, because the interpreter would treat their bits as integers."""
+    """Compute dot products, differences and constants of bf16 in fp32, because the interpreter would treat the bits as
+    integers."""
     if suite.gpu() is not None:
         yield
         return

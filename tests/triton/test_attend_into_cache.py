@@ -29,7 +29,7 @@ OPERATION, KERNEL = "attend_into_cache", "decode_kernel, new keys"
 
 @pytest.fixture(autouse=True)
 def several_splits(monkeypatch):
-    """Simulate many compute units, so that there are more programs than heads, and partial results are combined."""
+    """Simulate 8 compute units, so that there are more programs than heads, and partial results are combined."""
     splits(monkeypatch, 8)
 
 

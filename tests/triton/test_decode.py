@@ -32,7 +32,7 @@ LONGER = (149,) if suite.gpu() is None else (149, 789)
 
 @pytest.fixture(autouse=True)
 def several_splits(monkeypatch):
-    """Simulate many compute units, so that there are more programs than heads, and partial results are combined."""
+    """Simulate 8 compute units, so that there are more programs than heads, and partial results are combined."""
     monkeypatch.setattr(decode, "units", lambda device: 8)
     decode._work.cache_clear()
 

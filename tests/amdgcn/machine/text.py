@@ -72,7 +72,7 @@ class Source:
 
 
 def read(text: str) -> Source:
-    """Parse the first kernel of an assembly text."""
+    """Parse the first kernel in the assembly."""
     end = text.index(".amdhsa_kernel")
     labels: dict[str, int] = {}
     instructions: list[Instruction] = []
@@ -150,7 +150,7 @@ def _modifier(word: str, line: str) -> tuple[str, Any]:
 
 
 def _split(text: str, separator: str) -> list[str]:
-    """Split a text at separators outside brackets."""
+    """Split text at separators outside brackets."""
     parts, depth, start = [], 0, 0
     for index, character in enumerate(text):
         if character in "[(":

@@ -1,8 +1,9 @@
 """ROCm overlay of transformers.models.gemma3n.modeling_gemma3n, 4.53 and up.
 
-Served: attention and the MLPs of the text model, and the norms of all parts. Up to 4.55, layers that reuse another
-layer's keys and values read them from the cache, and their attention stays stock. Everything else stays stock, as do
-norms without a weight. In training, all norms stay stock, because hf_rocm's gradients are rounded more coarsely.
+Served: attention, the rotary embedding and the MLPs of the text model, and the norms of all parts. Up to 4.55, layers
+that reuse another layer's keys and values read them from the cache, and their attention stays stock. Everything else
+stays stock, as do norms without a weight. In training, all norms stay stock, because hf_rocm's gradients are rounded
+more coarsely.
 """
 
 try:

@@ -9,12 +9,12 @@ weights themselves.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_rocm.generation.tensor_forms import Forms
 from hf_rocm.generation.watch import watches_of
 
 # The attributes of `nn.Module` itself on which a forward without gradients depends.
@@ -26,6 +26,12 @@ _OWN = frozenset(nn.Module().__dict__) - set(_READ)
 _NOTES = frozenset(
     ("_hf_rocm_stayed", "_hf_rocm_report", "_hf_rocm_inputs_note", "_compiled_call", "_last_compile_config", *_OWN)
 )
+
+_FORM = attrgetter("shape", "dtype")
+
+# The guards of torch.compile compare the shapes, strides and dtypes of all tensors in one call, in a quarter of the
+# time that Python code takes.
+_guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 
 class Snapshot:
@@ -59,7 +65,8 @@ class Snapshot:
         filled = [(live, copy) for live, copy in zip(self._live, self._copies, strict=True) if copy]
         self._live, self._copies = [live for live, _ in filled], [copy for _, copy in filled]
         self.pointers = self._pointers()
-        self._forms = Forms(self.tensors)
+        self._forms = self._described()
+        self._guards: dict[bool, Any] = {}  # whether inference mode is enabled → its guards
 
     def _add(self, holder: Any, values: Any, seen: set[int]) -> None:
         """Add the contents of a container, including nested containers and configs."""
@@ -97,7 +104,7 @@ class Snapshot:
                 and type(model) is self._kind
                 and [type(module) for module in self._parts] == self._kinds
                 and all(holder[name] is tensor for holder, name, tensor in self._single)
-                and self._forms.same(self.tensors)
+                and self._same_forms()
                 and self._current_forwards() == self._forwards
                 and self._watch.holds()
             ) or self._only_notes_changed(model)
@@ -126,6 +133,21 @@ class Snapshot:
 
     def _pointers(self) -> list[int]:
         return [*map(Tensor.data_ptr, self.tensors)]
+
+    def _same_forms(self) -> bool:
+        """Return whether all tensors have kept their shapes, strides and dtypes. Guards compare further properties."""
+        mode = torch.is_inference_mode_enabled()
+        guard = self._guards.get(mode)
+        if guard is not None and guard.check(*self.tensors):
+            return True
+        if self._described() != self._forms:
+            return False
+        if _guards is not None:
+            self._guards[mode] = _guards(*self.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        return True
+
+    def _described(self) -> list[Any]:
+        return [*map(_FORM, self.tensors), *map(Tensor.stride, self.tensors)]
 
 
 def refuses_weights(model: nn.Module) -> str | None:

@@ -5,8 +5,9 @@ A reason is a sentence; None means that nothing prevents recording.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from types import FunctionType
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -14,12 +15,8 @@ from torch import nn
 
 from hf_rocm import features
 from hf_rocm.generation import beams, encoder_decoder, hybrid, recorder, speculation, user_cache
-from hf_rocm.generation.facts import FUNCTIONS
-from hf_rocm.generation.fingerprint import Snapshot, devices_of
 from hf_rocm.generation.methods import own
 from hf_rocm.generation.watch import KNOWN, attributes_of, modules_of, watches_of
-from hf_rocm.overlay.dependencies import Reference, of_function
-from hf_rocm.overlay.replacements import Watch
 from hf_rocm.weights.tensor_parallel import mesh_of
 
 # Some of the methods that hooks.py replaces. A class that overrides one of these is refused.
@@ -103,12 +100,14 @@ def refuses_ranks(model: Any) -> str | None:
     return None
 
 
-def refuses_device(model: nn.Module, snapshot: Snapshot | None = None) -> str | None:
-    """Return why steps can't be recorded on the devices of the model's weights, or None.
-
-    snapshot: the model's current state, with which this takes a few microseconds.
-    """
-    devices = devices_of(modules_of(model)) if snapshot is None else snapshot.devices
+def refuses_device(model: nn.Module) -> str | None:
+    """Return why steps can't be recorded on the devices of the model's weights, or None."""
+    devices = {
+        parameter.device
+        for module in modules_of(model)
+        for parameter in module._parameters.values()
+        if parameter is not None
+    }
     if torch.device("meta") in devices:
         return "some of its weights are offloaded, and loaded again for every call of their layer"
     if len(devices) > 1:
@@ -130,23 +129,16 @@ def refuses_device(model: nn.Module, snapshot: Snapshot | None = None) -> str | 
 
 
 def refuses_call(
-    model: Any,
-    generation_config: Any,
-    model_kwargs: Mapping[str, Any],
-    mode: Any,
-    assistant: Any = None,
-    *,
-    snapshot: Snapshot,
+    model: Any, generation_config: Any, model_kwargs: Mapping[str, Any], mode: Any, assistant: Any = None
 ) -> str | None:
     """Return why this call of `generate` uses the cache that transformers chooses, or None.
 
     generation_config: the call's own copy. mode: transformers' `GenerationMode`. assistant: the call's assistant model.
-    snapshot: the model's current state.
     """
-    reason = refuses_modules(model, snapshot) or _refuses_preparation(model) or features.refuses("graph_decode")
+    reason = refuses_modules(model) or _refuses_preparation(model) or features.refuses("graph_decode")
     if reason is not None:
         return reason
-    foreign = watches_of(model, snapshot.key).foreign
+    foreign = watches_of(model).foreign
     if foreign is not None:
         return f"a replay would not run replaced code: {foreign}"
     attention = model.config.get_text_config(decoder=True)._attn_implementation
@@ -194,13 +186,10 @@ def refuses_call(
 _RETURNED = ("output_hidden_states", "output_attentions")
 
 
-def refuses_modules(model: nn.Module, snapshot: Snapshot | None = None) -> str | None:
-    """Return a sentence about user code that a replay would skip (a hook, an assigned function or a class), or None.
-
-    snapshot: the model's current state, with which this takes a few microseconds.
-    """
+def refuses_modules(model: nn.Module) -> str | None:
+    """Return a sentence about user code that a replay would skip (a hook, an assigned function or a class), or None."""
     seen: set[type] = set()
-    for module in modules_of(model) if snapshot is None else snapshot.modules_with_code():
+    for module in modules_of(model):
         own = module.__dict__
         for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
             if hooks and any(map(_is_foreign, hooks.values())):
@@ -209,7 +198,7 @@ def refuses_modules(model: nn.Module, snapshot: Snapshot | None = None) -> str |
             return f"a replay would not run the forward that was set on {_name(module, model)}"
         if module is not model:
             for attribute in attributes_of(module):
-                if own[attribute].__class__ in FUNCTIONS and _is_foreign(own[attribute]):
+                if own[attribute].__class__ in _FUNCTIONS and _is_foreign(own[attribute]):
                     return f"a replay would not run the {attribute} that was set on {_name(module, model)}"
         kind = type(module)
         if kind not in seen:
@@ -221,6 +210,9 @@ def refuses_modules(model: nn.Module, snapshot: Snapshot | None = None) -> str |
 
 def _name(module: nn.Module, model: nn.Module) -> str:
     return next((name for name, other in model.named_modules() if other is module), "") or "the model"
+
+
+_FUNCTIONS = frozenset((FunctionType, MethodType, partial))
 
 
 def _refuses_preparation(model: Any) -> str | None:
@@ -240,48 +232,15 @@ def _is_foreign(hook: Any) -> bool:
     return str(getattr(function, "__module__", None) or type(function).__module__).split(".")[0] not in KNOWN
 
 
-def windows(model: Any, snapshot: Snapshot | None = None) -> Sequence[int | None] | str:
+def windows(model: Any) -> Sequence[int | None] | str:
     """The sliding window of every layer's cache, or why these layers are not supported.
 
-    None: full attention. `hybrid.RECURRENT`: a recurrent state. snapshot: the model's current state, which determines
-    the windows as long as the functions that transformers calls are the same.
+    None: full attention. `hybrid.RECURRENT`: a recurrent state.
     """
+    from transformers import cache_utils
+
     if model.config.is_encoder_decoder:
         return encoder_decoder.windows_of(model.config)
-    if snapshot is None:
-        return _windows(model)
-    if (last := snapshot.windows) is not None and last[0].holds():
-        return last[1]
-    functions = Watch(_functions_of_caches(model.config), strangers=True)
-    result = _windows(model)
-    # Recurrent states also depend on other parts of transformers.
-    if not isinstance(result, str) and hybrid.RECURRENT not in result:
-        snapshot.windows = functions, result
-    return result
-
-
-def _functions_of_caches(config: Any) -> Iterator[Reference]:
-    """The functions on which the layers of a static cache depend: those of caches, and the config's methods."""
-    from transformers import cache_utils
-
-    yield from (Reference(vars(cache_utils), name) for name in _CACHES if hasattr(cache_utils, name))
-    yield from of_function(cache_utils.StaticCache.__init__, cache_utils.StaticCache).references
-    layers = getattr(cache_utils, "STATIC_LAYER_TYPE_MAPPING", {})
-    yield from (Reference(layers, name) for name in layers)
-    classes = [value for value in vars(cache_utils).values() if isinstance(value, type) and "Layer" in value.__name__]
-    yield from (Reference(cls, "__init__") for cls in classes)
-    for cls in {type(config), type(config.get_text_config(decoder=True))}:
-        names = sorted({name for parent in cls.__mro__[:-1] for name in vars(parent)})
-        methods = (name for name in names if isinstance(getattr(cls, name, None), (FunctionType, property)))
-        yield from (Reference(cls, name) for name in methods)
-
-
-_CACHES = ("StaticCache", "StaticLayer", "StaticSlidingWindowLayer", "LinearAttentionLayer")
-
-
-def _windows(model: Any) -> Sequence[int | None] | str:
-    from transformers import cache_utils
-
     config = model.config.get_text_config(decoder=True)
     sliding = getattr(cache_utils, "StaticSlidingWindowLayer", None)
     if sliding is None:

@@ -32,7 +32,6 @@ from hf_rocm.generation import (
 from hf_rocm.generation.assistant import Rounds
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.encoder_decoder import EncoderDecoderDecodeCache, mask_of
-from hf_rocm.generation.fingerprint import snapshot_of
 from hf_rocm.generation.hybrid import RECURRENT, HybridDecodeCache
 from hf_rocm.generation.methods import put_before, take_away
 from hf_rocm.generation.rewind import Attempt, Rewind, last_alarm
@@ -155,17 +154,14 @@ def _served(
     reason = state.disabled or ("the call passes a custom_generate loop" if _thread.own_loop else None)
     if model_kwargs.get("past_key_values") is not None and _thread.observer is not None:
         reason = reason or f"the call passes a cache, which its {_thread.observer} may read"
-    snapshot = None if reason else snapshot_of(self)
-    if snapshot is not None:
-        reason = decide.refuses_device(self, snapshot) or suspects.refuses(self.device, required=state.required)
-        reason = reason or decide.refuses_call(
-            self, generation_config, model_kwargs, mode, _thread.assistant, snapshot=snapshot
-        )
+    reason = reason or decide.refuses_device(self)
+    reason = reason or suspects.refuses(self.device, required=state.required)
+    reason = reason or decide.refuses_call(self, generation_config, model_kwargs, mode, _thread.assistant)
     if rounds is not None:
         reason = reason or rounds.refuses(generation_config)
     elif getattr(generation_config, "is_assistant", False):
         reason = reason or "the model that it drafts for is not prepared, or runs uncaptured in this call"
-    windows = reason or decide.windows(self, snapshot)
+    windows = reason or decide.windows(self)
     if rounds is not None and not isinstance(windows, str):
         windows = rounds.refuses_windows(windows) or windows
     if mode == speculation.MODE and not isinstance(windows, str):

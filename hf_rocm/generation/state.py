@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_rocm.errors import GraphError
 from hf_rocm.generation import graph_teardown
-from hf_rocm.generation.fingerprint import Fingerprint, forget
+from hf_rocm.generation.fingerprint import Fingerprint
 from hf_rocm.generation.pool import Pool
 from hf_rocm.generation.states import States
 from hf_rocm.ops.registry import Route
@@ -88,7 +88,6 @@ class State:
 
 def release(model: nn.Module) -> None:
     """Free the idle caches and recordings of a model."""
-    forget(model)
     state = _states.take(model)
     if state is not None:
         state.pool.clear()

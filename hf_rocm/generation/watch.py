@@ -6,7 +6,7 @@ recorded, and steps are not recorded for a model that calls code of unknown pack
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -38,9 +38,6 @@ KNOWN = frozenset(
 )
 
 
-Key = tuple[frozenset[type], frozenset[tuple[str, str]]]
-
-
 class Watches(NamedTuple):
     """The functions that a model's classes call, and those that are compared before each step.
 
@@ -52,23 +49,18 @@ class Watches(NamedTuple):
     foreign: str | None
 
 
-def watches_of(model: nn.Module, key: Key | None = None) -> Watches:
-    """The functions that this model's classes call now. key: that of the model, if it is known.
+def watches_of(model: nn.Module) -> Watches:
+    """The functions that this model's classes call now.
 
     Returns the same object as long as no function is replaced, and the classes and the config's strings stay the same.
     """
-    key = key_of(model, modules_of(model)) if key is None else key
+    key = frozenset(map(type, modules_of(model))), frozenset(_strings(getattr(model, "config", None), ""))
     last = _last.get(model)
     if last is None or last[0] != key or not last[1].call.holds():
         call = Watch(_references(*key), strangers=True)
         step = Watch(filter(_may_change_during_a_call, call.references), strangers=True)
         last = _last[model] = key, Watches(call, step, replacement_among(call.references, KNOWN))
     return last[1]
-
-
-def key_of(model: nn.Module, modules: Iterable[nn.Module]) -> Key:
-    """The classes of a model's modules, and the strings of its config with their names."""
-    return frozenset(map(type, modules)), frozenset(_strings(getattr(model, "config", None), ""))
 
 
 def last_watches_of(model: nn.Module) -> Watches:
@@ -173,4 +165,4 @@ def _strings(config: Any, name: str) -> Iterator[tuple[str, str]]:
 
 
 _mask_functions: dict[str, Watch] = {}
-_last: WeakKeyDictionary[nn.Module, tuple[Key, Watches]] = WeakKeyDictionary()
+_last: WeakKeyDictionary[nn.Module, tuple[Hashable, Watches]] = WeakKeyDictionary()

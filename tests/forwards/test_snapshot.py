@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_rocm.forwards import snapshot
 from hf_rocm.forwards.snapshot import Snapshot
-from hf_rocm.generation import tensor_forms
 
 
 class Layer(nn.Module):
@@ -33,11 +33,11 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 def compared(request, monkeypatch) -> list[str]:
     """A list to which every comparison in Python adds the entry `forms`."""
     ran: list[str] = []
-    described = tensor_forms._described
-    monkeypatch.setattr(tensor_forms, "_described", lambda tensors: (ran.append("forms"), described(tensors))[1])
+    described = Snapshot._described
+    monkeypatch.setattr(Snapshot, "_described", lambda self: (ran.append("forms"), described(self))[1])
     if not request.param:
-        monkeypatch.setattr(tensor_forms, "_guards", None)
-    elif tensor_forms._guards is None:
+        monkeypatch.setattr(snapshot, "_guards", None)
+    elif snapshot._guards is None:
         pytest.skip("this PyTorch has no such guards")
     return ran
 
@@ -60,8 +60,8 @@ def test_guards_replace_the_comparison_in_python(compared):
     """No-grad mode and inference mode have separate guards. If a guard fails, the comparison runs in Python."""
     model = Layer()
     saved = Snapshot(model, 0)
-    guards = tensor_forms._guards is not None
-    for inference, expected in ((False, 0), (False, 0), (True, 1), (True, 0), (False, 0), (True, 0)):
+    guards = snapshot._guards is not None
+    for inference, expected in ((False, 1), (False, 0), (True, 1), (True, 0), (False, 0), (True, 0)):
         with torch.inference_mode(inference):
             compared.clear()
             assert saved.unchanged(model)

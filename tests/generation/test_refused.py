@@ -15,7 +15,6 @@ from torch import nn
 import hf_rocm
 from hf_rocm import ops
 from hf_rocm.generation import decide
-from hf_rocm.generation.fingerprint import snapshot_of
 from hf_rocm.generation.state import known
 from tests.generation.conftest import counted, generate, make, prompt
 
@@ -140,9 +139,7 @@ def test_another_attention_implementation_keeps_transformers_cache(name, pair, m
     prepared, _ = pair(graphs=None)
     monkeypatch.setattr(prepared.config, "_attn_implementation_internal", name)
     mode = type("Mode", (), {"value": "greedy_search"})
-    reason = decide.refuses_call(
-        prepared, copy.deepcopy(prepared.generation_config), {}, mode, snapshot=snapshot_of(prepared)
-    )
+    reason = decide.refuses_call(prepared, copy.deepcopy(prepared.generation_config), {}, mode)
     assert reason == f"the attention implementation {name!r} does not accept sequence lengths"
 
 

@@ -152,7 +152,7 @@ def test_outputs_belong_to_the_caller(pair):
     assert all(equal(one, other) for one, other in zip(kept[:-1], values[:-1], strict=True))
 
 
-def test_repeated_outputs_and_inputs_keep_their_identity(pair):
+def test_repeated_outputs_keep_their_identity(pair):
     prepared, _ = pair()
     for _ in range(CALLS):
         output = call(prepared, inputs("bert"), output_hidden_states=True)

@@ -168,7 +168,7 @@ def test_only_the_shapes_used_last_stay_recorded(pair, monkeypatch):
             arguments = inputs("bert", length=length, seed=seed)
             assert equal(call(prepared, arguments), call(stock, arguments))
         assert known(prepared).summary()[0] <= 3
-    # The recording of length 3 was dropped and made again.
+    # The recording of length 3 was dropped, so this length was recorded a second time.
     assert counted(prepared)[0] == 6
 
 

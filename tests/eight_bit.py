@@ -79,7 +79,7 @@ def _numbers(format: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def check_all() -> None:
-    """Run the package's checks of all implementations now, so that a failed check does not warn in a test."""
+    """Select an implementation for every format, dtype and size now, so that a failed check does not warn in a test."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         for format in FORMATS:

@@ -91,7 +91,10 @@ def _signature(function: Any) -> str:
 
 
 def commands() -> Record:
-    """Every command with its arguments and options: name, type, default, and whether it is required or repeatable."""
+    """Every command with its arguments and options: name, type, default, and whether it is required or repeatable.
+
+    For `check_version`, which uses argparse: the default, `nargs`, and whether it is required.
+    """
     from hf_rocm import check_version
     from hf_rocm.cli.app import build
 

@@ -94,7 +94,7 @@ def test_preshuffling_has_defaults_and_is_configurable():
 @pytest.mark.parametrize(
     ("name", "text"), [("PRESHUFFLE_M_THRESH", "-2"), ("PRESHUFFLE_M_THRESH", "many"), ("HF_ROCM_PAD_TOKENS", "-1")]
 )
-def test_a_threshold_is_a_number_of_rows_zero_or_minus_one(name, text):
+def test_invalid_thresholds_and_modes_are_refused(name, text):
     with pytest.raises(OptionError, match=f"{name}={text}"):
         parse({name: text})
     with pytest.raises(OptionError, match="HF_ROCM_PRESHUFFLE=some"):

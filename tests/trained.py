@@ -19,7 +19,7 @@ KERNELS = {"rms_norm", "act_and_mul", "rope"}
 
 
 class Trained:
-    """Two models of one checkpoint: stock with eager attention, and prepared."""
+    """A checkpoint and a prompt. `stock` loads the checkpoint with eager attention, and `prepared` with hf_rocm."""
 
     def __init__(self, checkpoint: Path, device: str = "cpu", *, graphs: bool) -> None:
         self.checkpoint, self.device, self.graphs = checkpoint, device, graphs

@@ -190,7 +190,7 @@ def test_warmup_builds_and_checks_kernels_in_advance(kernels, tmp_path, capsys, 
     for kernel in ("mha_fwd", "gemm_a16w16", "act_and_mul", "rms_norm"):
         assert any(kernel in line and " aiter " in line for line in table.splitlines()), kernel
     passed = list((tmp_path / "cache" / "probes").iterdir())
-    # Prefill, decode, packed batch, two GEMMs, gate, norm, sum with norm, rotation.
+    # Prefill, decode, packed batch, two GEMMs, gated activation, norm, residual sum with norm, RoPE.
     assert len(passed) == 9
 
     probe.forget()

@@ -198,7 +198,7 @@ def test_rope(recorded_as, version):
 
 
 def test_the_recorded_wheel_is_the_installed_one(kernels):
-    """The recorded declarations of the release on PyPI equal the schemas of the installed package."""
+    """The recorded declarations of the release on PyPI equal those of the installed package."""
     from hf_rocm.ops.aiter import detect
 
     installed = detect.release()

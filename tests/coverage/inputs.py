@@ -115,9 +115,10 @@ def in_float64() -> Iterator[None]:
 
 
 def outputs(result: Any, keep: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-    """The floating-point tensors of a model's result, including all hidden states, by name.
+    """The floating-point tensors among a model's outputs, and all hidden states, by name.
 
-    keep: [B, S], the positions to compare. With it, tensors that don't begin with these dims are omitted.
+    Other nested outputs, such as attention weights, are omitted. keep: [B, S], the positions to compare. With it,
+    tensors that don't begin with these dims are omitted, too.
     """
     named: dict[str, torch.Tensor] = {}
     for part, value in result.items():

@@ -1,8 +1,8 @@
 """generate() returns stock's tokens without a cache and with caches, padding, beams, prompt lookup and sliding windows.
 
-All models are tested with the oldest tested release. With later ones, a few models with most kinds of input and cache
-are tested, and the models whose overlay no newer tested release uses. test_forward.py compares the forwards of all
-models, including those on a filled cache, with stock's in every release.
+With the oldest tested release, all models that generate are tested. With later ones, a few models with most kinds of
+input and cache are tested, and the models whose overlay no newer tested release uses. test_forward.py compares the
+forwards of all models, including those on a filled cache, with stock's in every release.
 """
 
 from __future__ import annotations

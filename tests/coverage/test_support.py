@@ -33,7 +33,7 @@ def observations():
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
-def test_the_record_equals_the_observation(overlay, recorded, observations):
+def test_no_observation_is_better_than_the_record(overlay, recorded, observations):
     for case in CASES:
         if case.overlay == overlay and case.applies:
             for name, row in observed(case).items():
@@ -46,7 +46,7 @@ def test_the_record_equals_the_observation(overlay, recorded, observations):
 
 
 def test_every_entry_was_observed(recorded, observations):
-    """This test runs after the tests above, whose merged observations must equal the record."""
+    """This test runs after the test above, whose merged observations must equal the record."""
     if {case for rows in observations.values() for row in rows for case in row["cases"]} != {
         c.id for c in CASES if c.applies
     }:

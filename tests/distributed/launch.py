@@ -65,8 +65,9 @@ def run_ranks(
 
     Returns one result per rank.
 
-    script: a path, or the text of a program. environ: additional variables, or a function that returns them for a rank.
-    ranks: the ranks that are started, by default all. timeout: seconds for all ranks together.
+    script: a path, the text of a program, or `-m`, with the module as the first argument. environ: additional
+    variables, or a function that returns them for a rank. ranks: the ranks that are started, by default all. timeout:
+    seconds for all ranks together.
     """
     ranks = range(world) if ranks is None else ranks
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}

@@ -104,7 +104,7 @@ def tokens(model):
 
 
 def as_good_as(stock, model, reference):
-    """Check that the logits are as accurate as stock's (bitwise equal without fused groups), and the tokens equal."""
+    """Check that logits are as accurate as stock's (bitwise equal without fused groups), and that tokens are equal."""
     eager, actual = logits(stock), logits(model)
     if live(model) == 0:
         assert torch.equal(actual, eager)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=["plain", "torchrun"])
 def observations(request, tmp_path_factory):
-    """The observations of each rank, started manually or by torchrun."""
+    """The observations of each rank. The ranks are started as plain processes or by torchrun."""
     folder = tmp_path_factory.mktemp("checkpoints")
     two, three = save(folder / "two", heads=4, groups=2), save(folder / "three", heads=6, groups=3)
     if request.param == "plain":

@@ -25,7 +25,7 @@ class ConfigOf4:
 
 @dataclass
 class ConfigOf5:
-    """`DistributedConfig` as in newer 5.x releases; it computes the sizes when it is created."""
+    """`DistributedConfig` as in newer 5.x releases, which compute its sizes when it is created; here they are given."""
 
     tp_size: int = 1
     tp_plan: object = None

@@ -51,7 +51,7 @@ def gradients(model, wrap, **data) -> dict[str, torch.Tensor]:
 
 
 def equal_to_stock(build, change, wrap, **data):
-    """Compare the gradients of the prepared model with stock's. The tolerance is stock's error against float64.
+    """Compare the gradients of the prepared model with stock's. The tolerance is derived from stock's own error.
 
     Returns the prepared model.
     """

@@ -152,7 +152,7 @@ def test_outputs_belong_to_the_caller(pair):
     assert all(equal(one, other) for one, other in zip(kept[:-1], values[:-1], strict=True))
 
 
-def test_repeated_outputs_and_inputs_keep_their_identity(pair):
+def test_repeated_outputs_keep_their_identity(pair):
     prepared, _ = pair()
     for _ in range(CALLS):
         output = call(prepared, inputs("bert"), output_hidden_states=True)
@@ -168,7 +168,7 @@ def test_only_the_shapes_used_last_stay_recorded(pair, monkeypatch):
             arguments = inputs("bert", length=length, seed=seed)
             assert equal(call(prepared, arguments), call(stock, arguments))
         assert known(prepared).summary()[0] <= 3
-    # The recording of length 3 was dropped and made again.
+    # The recording of length 3 was dropped, so this length was recorded a second time.
     assert counted(prepared)[0] == 6
 
 

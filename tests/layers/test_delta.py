@@ -32,7 +32,7 @@ served = pytest.mark.skipif(RELEASE < SINCE, reason="not run: older layers of th
 
 
 def pair(name, dtype=torch.float32):
-    """(a stock model, the same model prepared): one layer with the gated delta rule, one with attention."""
+    """Returns (a stock model, the same model prepared). One of the two layers has the gated delta rule."""
     case = next(case for case in CASES if case.overlay == name and case.applies and not case.variant)
     stock = case.build(dtype)
     hf_rocm.activate(name)

@@ -18,7 +18,7 @@ ROWS = {"k": 1024, "o": 1536, "q": 2048, "v": 1024}
 
 @pytest.fixture
 def attention(monkeypatch):
-    """Four layers that are contiguous in memory, as transformers loads them onto a GPU, which the CPU simulates."""
+    """Four layers with adjacent weights in memory, as transformers loads them onto a GPU, which the CPU simulates."""
     monkeypatch.setattr(fused_storage, "_on_gpu", lambda tensor: True)
     memory = torch.randn(sum(ROWS.values()), WIDTH, generator=torch.Generator().manual_seed(0))
     module, start = nn.Module(), 0

@@ -61,7 +61,7 @@ def traces(model):
 
 @each_kind
 @pytest.mark.parametrize("prepare", [True, False])
-def test_every_block_runs_in_8_bits_with_one_gemm_per_group(kind, prepare):
+def test_every_block_runs_in_8_bits_with_one_gemm_per_group_if_prepared(kind, prepare):
     model = quantized(kind, prepare=prepare)
     actual, shapes, others = logits_and_gemms(model)
     assert others == 0

@@ -24,9 +24,10 @@ def attend(
     cap: float = 0.0,
     ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Grouped-query attention of [B, S, H, D] in fp32, aligned bottom-right.
+    """Grouped-query attention of [B, S, H, D], computed in fp32 and aligned bottom-right.
 
-    Returns (output, log-sum-exp [B, H, S_q]).
+    ends: the running sum of the numbers of keys, if a row has fewer keys than S_k. Returns (output [B, S_q, H, D_v] in
+    q's dtype, log-sum-exp [B, H, S_q] in fp32).
     """
     fault = broken(name)
     s_q, s_k, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Call(NamedTuple):
-    """One call that reached a kernel. Tensors appear as (dtype, shape, strides)."""
+    """One call that reached a kernel. `leaf` records a tensor as (dtype, shape, strides)."""
 
     kernel: str
     arguments: dict[str, Any]
@@ -24,7 +24,7 @@ CALLS: list[Call] = []
 
 
 class WrongCall(Exception):
-    """A call for which the real kernel would return a wrong result or crash."""
+    """A call for which the real kernel would return a wrong result or crash, or that a stand-in does not support."""
 
 
 def need(condition: object, sentence: str) -> None:

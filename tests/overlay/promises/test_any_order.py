@@ -1,4 +1,4 @@
-"""Random steps in random order on hard links to a real transformers package. The invariants hold after every step."""
+"""Random steps in random order on hard links to copies of stock files. The invariants hold after every step."""
 
 from __future__ import annotations
 

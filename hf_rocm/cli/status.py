@@ -85,8 +85,9 @@ def status(
 
 def _print_next(states: Sequence[FileState]) -> None:
     odd = [state for state in states if not state.good]
-    if any(state.installed is Installed.EDITED or state.match not in GOOD for state in odd):
-        print_next(f"hf-rocm status --diff {odd[0].model}")
+    edited = [state for state in odd if state.installed is Installed.EDITED or state.match not in GOOD]
+    if edited:
+        print_next(f"hf-rocm status --diff {edited[0].model}")
     elif odd:
         print_next("hf-rocm install-overlays")
     elif changed := [state for state in states if state.match not in GOOD]:

@@ -201,7 +201,7 @@ def parse(config: Mapping[str, Any]) -> StoredFormat:
     if not symmetric:
         raise Unsupported("its 8-bit weights have zero points")
     if strategy not in ("channel", "tensor"):
-        raise Unsupported(f"its 8-bit weights have a scale for each {strategy}, not for each channel or tensor")
+        raise Unsupported(f"its 8-bit weights have the strategy {strategy!r}, not 'channel' or 'tensor'")
     if inputs and inputs.get("num_bits") != 8:
         raise Unsupported(f"its activations have {inputs.get('num_bits')} bits")
     # hf_rocm's GEMMs round x symmetrically or not at all.

@@ -233,7 +233,9 @@ def _linears(
         if id(module) in inside or any(fnmatchcase(name, pattern) or last == pattern for pattern in patterns):
             skipped[name] = "excluded"
         elif type(module) is not Linear:
-            skipped[name] = f"is of type {type(module).__module__}.{type(module).__qualname__}, not a plain nn.Linear"
+            skipped[name] = (
+                f"it is of type {type(module).__module__}.{type(module).__qualname__}, not a plain nn.Linear"
+            )
         elif not isinstance(module._parameters.get("weight"), nn.Parameter):
             skipped[name] = "its weight is not a separate parameter"
         elif not accepted_forward(module):

@@ -190,7 +190,7 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
                 missing_keys += [key] if strict else []
             elif _sizes(value, self.form) != (expected := self._sizes_of(name)):
                 error_msgs.append(
-                    f"size mismatch for {key}: {list(value.shape)} given, {expected} experts × N × K expected"
+                    f"size mismatch for {key}: {list(value.shape)} given, {list(expected)} (experts, N, K) expected"
                 )
             else:
                 self.write(name, value.to(self.dtype))

@@ -97,8 +97,8 @@ def format_refuses(spec: QuantizedSpec | RoundingSpec, device: Device) -> str | 
         return None
     if spec.format == FP8_FNUZ:
         return "NVIDIA GPUs do not support the FNUZ formats of fp8"
-    capability = torch.cuda.get_device_capability(spec.device)
-    return None if capability >= (8, 9) else f"fp8 needs compute capability 8.9 or higher, got {capability}"
+    major, minor = torch.cuda.get_device_capability(spec.device)
+    return None if (major, minor) >= (8, 9) else f"fp8 needs compute capability 8.9 or higher, got {major}.{minor}"
 
 
 def quantized_linear(call: QuantizedCall) -> Tensor:

@@ -23,16 +23,16 @@ _POSITIONS = (torch.int64, torch.int32)
 def refuses(spec: RotaryAnglesSpec, device: Device) -> str | None:
     """Why the kernel can't compute these angles, or None."""
     if spec.grad:
-        return "the kernel of rotary angles has no gradient"
+        return "the rotary angles kernel has no gradient"
     if spec.dtype not in DTYPES or spec.freq_dtype not in DTYPES:
         return (
-            f"the kernel of rotary angles supports fp32, bf16 and fp16, not {spec.dtype} with frequencies of "
+            f"the rotary angles kernel supports fp32, bf16 and fp16, not {spec.dtype} with frequencies of "
             f"{spec.freq_dtype}"
         )
     if spec.position_dtype not in _POSITIONS:
-        return f"the kernel of rotary angles needs positions of int64 or int32, got {spec.position_dtype}"
+        return f"the rotary angles kernel needs positions of int64 or int32, got {spec.position_dtype}"
     if not 0 < spec.frequencies <= WIDEST // 2:
-        return f"the kernel of rotary angles takes 1 to {WIDEST // 2} frequencies, got {spec.frequencies}"
+        return f"the rotary angles kernel takes 1 to {WIDEST // 2} frequencies, got {spec.frequencies}"
     return detect.unavailable(device)
 
 

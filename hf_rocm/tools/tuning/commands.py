@@ -209,4 +209,5 @@ def _shufflable(shape: Gemm) -> bool:
 
 
 def _kinds(shapes: Sequence[Gemm]) -> str:
-    return ", ".join(sorted({f"{shape.dtype.removeprefix('torch.')}" for shape in shapes})) or "no linear layer was run"
+    kinds = sorted({(shape.dtype.removeprefix("torch."), shape.k) for shape in shapes})
+    return ", ".join(f"{dtype} with K = {k}" for dtype, k in kinds) or "no linear layer was run"

@@ -133,7 +133,7 @@ def _cache(local_aiter: Aiter, cache: JitCache, now: float) -> Iterator[Finding]
             "aiter-cache",
             f"{pluralized(len(locks), 'lock')} in {cache.folder}/build, more than an hour old ({', '.join(locks[:3])})",
             means="a build was interrupted; the next one may wait for it forever",
-            fix=f"rm -f {cache.folder}/build/lock_*",
+            fix=f"rm -f {cache.folder}/build/lock_* {cache.folder}/build/*.lock",
         )
     if not stale and not locks:
         yield ok("aiter-cache", f"{pluralized(len(cache.modules), 'compiled module')} in {cache.folder}")

@@ -33,19 +33,18 @@ class Rounds:
 
     model: the assistant. assisted: the model that it drafts for. limit: the largest sequence length that the call can
     reach. translated: whether the two models have different tokenizers. observed: whether code of the user may run
-    between two rounds. cache: None before the first round, and in a call whose rounds run uncaptured. known: the tokens
-    of the call.
+    between two rounds. cache: None before the first round, and in a call whose rounds run uncaptured.
     """
 
     def __init__(self, model: Any, assisted: Any, *, limit: int, translated: bool, observed: bool) -> None:
         self.model = model
         self.limit = limit
         self.cache: DecodeCache | None = None
-        self.known = HostTokens()
         self._assisted = assisted
         self._translated = translated
         self._observed = observed
         self._runner: Runner | None = None
+        self._known: HostTokens | None = None  # the tokens of the call; see `follow`
         self._drafts: Drafts | None = None
         self._settings: RoundSettings | None = None  # the settings of the last call of `generate`
         self._last: _Last | None = None  # the last round, if it did not call `generate`
@@ -74,10 +73,22 @@ class Rounds:
         cache.ahead = tokens
         self.cache, self._runner, self._drafts = cache, None, None
 
+    def follow(self, known: HostTokens) -> bool:
+        """Let rounds skip `generate`, if the loop of the call only compares drafts with the tokens that it selects.
+
+        known: the tokens of the call. Returns whether `verified` must be called after every step of this loop.
+        """
+        if self._observed or self.model.device != self._assisted.device:
+            return False
+        self._known = known
+        return True
+
     def decode(self, stock: Callable[..., Any], input_ids: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run transformers' loop for one round."""
         assert self.cache is not None
-        self._settings = None if args or self._observed else settings_of(self.model, kwargs)
+        self._settings = None
+        if self._known is not None and not args:
+            self._settings = settings_of(self.model, kwargs, length=input_ids.shape[1])
         with deferred_stop.stopping_on_time(), loops.stepping(self.model, self.cache, self._step):
             return stock(input_ids, *args, **kwargs)
 
@@ -91,21 +102,18 @@ class Rounds:
         if self._drafts is None:
             return None
         begun = self._drafts.take()
-        if self._settings is None or not self._may_skip():
+        if self._settings is None or self._known is None or not self._may_skip():
             return None
-        if generator.assistant_kwargs.get("past_key_values") is not self.cache:
-            return None
-        # With EOS tokens, a minimum length needs a logits processor.
-        if arguments["min_new_tokens"] and self._settings.ends:
+        threshold = arguments["generation_config"].assistant_confidence_threshold or 0.0
+        if generator.assistant_kwargs.get("past_key_values") is not self.cache or threshold < 0:
             return None
         input_ids, count = arguments[generator.input_ids_key], arguments["max_new_tokens"]
-        tokens = self.known.of(input_ids)
+        tokens = self._known.of(input_ids)
         padding = None if generator.assistant_kwargs.get("attention_mask") is not None else self._settings.padding
         if padding is not None and padding in tokens:
             return None
         if tokens[-len(accepted) :].tolist() != accepted:
             begun = None
-        threshold = max(arguments["generation_config"].assistant_confidence_threshold or 0.0, 0.0)
         drafted = self._drafts.of(self.model, self._settings, input_ids, count, threshold=threshold, begun=begun)
         if drafted is None:
             return None
@@ -126,14 +134,14 @@ class Rounds:
         selected: the tokens with the largest logits of the verifying step, [1, N]; on_host: the same on the host.
         """
         last, self._last = self._last, None
-        before = self.known.on_device
+        before = None if self._known is None else self._known.on_device
         if last is None or before is None or before.shape[1] != last.length or not self._may_skip():
             return
-        assert self._settings is not None and self._drafts is not None
+        assert self._known is not None and self._settings is not None and self._drafts is not None
         drafts, chosen = last.tokens[0, last.length :].tolist(), on_host[0].tolist()
         if len(chosen) != len(drafts) + 1:
             return
-        self.known.draft(drafts, last.tokens)
+        self._known.draft(drafts, last.tokens)
         count = next((index for index, draft in enumerate(drafts) if draft != chosen[index]), len(drafts))
         accepted = chosen[: count + 1]
         if last.length + len(accepted) + 1 >= self.limit or not self._settings.ends.isdisjoint(accepted):
@@ -176,7 +184,9 @@ def drafting(rounds: Rounds | None) -> Iterator[None]:
     """Within the block, use these rounds for this thread's call."""
     from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
-    replacements = {} if rounds is None else {"_generate_candidates": _drafts, "update_candidate_strategy": _updates}
+    replacements = (
+        {} if rounds is None else {"_generate_candidates": _candidates, "update_candidate_strategy": _updates}
+    )
     changes = [Change(AssistedCandidateGenerator, name, make, key=__name__) for name, make in replacements.items()]
     before, _thread.rounds = _thread.rounds, rounds
     try:
@@ -186,13 +196,13 @@ def drafting(rounds: Rounds | None) -> Iterator[None]:
         _thread.rounds = before
 
 
-def _drafts(change: Change) -> Callable[..., Any]:
+def _candidates(change: Change) -> Callable[..., Any]:
     def _generate_candidates(self: Any, generation_args: Any) -> Any:
         rounds = _thread.rounds if change.live and type(self) is change.owner else None
         drafted = None
         if rounds is not None and rounds.model is self.assistant_model:
             drafted = rounds.draft(self, generation_args)
-        # Greedy decoding does not use the logits of the drafts.
+        # The loop does not read the logits of the drafts; see `Rounds.follow`.
         return change.call_of(self)(generation_args) if drafted is None else (drafted, None)
 
     return _generate_candidates

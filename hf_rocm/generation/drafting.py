@@ -42,10 +42,10 @@ class RoundSettings(NamedTuple):
     padding: int | None
 
 
-def settings_of(model: Any, arguments: Mapping[str, Any]) -> RoundSettings | None:
+def settings_of(model: Any, arguments: Mapping[str, Any], *, length: int) -> RoundSettings | None:
     """Return the settings of a round that runs transformers' loop; None if the following ones must run it too.
 
-    model: the assistant. arguments: the keyword arguments of its `_sample`.
+    model: the assistant. arguments: the keyword arguments of its `_sample`. length: the number of tokens so far.
     """
     from transformers import (
         EosTokenCriteria,
@@ -58,7 +58,7 @@ def settings_of(model: Any, arguments: Mapping[str, Any]) -> RoundSettings | Non
     if any(own(type(model), name, GenerationMixin) for name in _SKIPPED):
         return None
     processors, criteria = arguments.get("logits_processor"), arguments.get("stopping_criteria")
-    if type(processors) is not LogitsProcessorList or not {*map(type, processors)} <= {*_lengths()}:
+    if type(processors) is not LogitsProcessorList or any(_acts(processor, length) for processor in processors):
         return None
     if arguments["generation_config"].do_sample:
         return None
@@ -97,11 +97,21 @@ def _criteria() -> tuple[type, ...]:
     return MaxLengthCriteria, EosTokenCriteria, ConfidenceCriteria
 
 
-def _lengths() -> tuple[type, ...]:
-    """Processors that have no effect in rounds without a minimum number of tokens."""
+def _lengths() -> tuple[type, type]:
+    """The processors of a minimum length, which `generate` also creates for a minimum of 0 new tokens."""
     from transformers import MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
 
     return MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
+
+
+def _acts(processor: Any, length: int) -> bool:
+    """Whether a processor may change the logits of a sequence of this length or of a longer one."""
+    of_sequence, of_new_tokens = _lengths()
+    if type(processor) is of_sequence:
+        return bool(processor.min_length > length)
+    if type(processor) is of_new_tokens:
+        return bool(processor.prompt_length_to_skip + processor.min_new_tokens > length)
+    return True
 
 
 @cache
@@ -146,11 +156,7 @@ class Drafts:
         current, probable = begun, threshold > 0
         if current is None or not current.serves(start, length, count, probable=probable):
             current = Begun(input_ids, start, probable=probable)
-        steps = {1: count - current.drafts}
-        if not current.drafts:
-            steps = {length - start: 1, 1: count - 1 + (length - start == 1)}
-        exceeds = settings.limit is not None and length + count >= settings.limit
-        if exceeds or not kv.has_room(length - start + count - 1) or not self._runner.may_advance(model, steps):
+        if not self._may_launch(model, settings, current, count):
             return None
         current.grow(count)
         if current.drafts:
@@ -183,14 +189,14 @@ class Drafts:
         # before other values are sent
         self._rest = self.last_probability()
         self._begun = None
-        if not 0 < start <= before or count < 1:
+        if not 0 < start <= before:
             return
         kv.level(start)
-        if kv.has_room(_REPEATED + count - 1) and self._runner.may_advance(model, {_REPEATED: 1, 1: count - 1}):
-            begun = Begun(input_ids, start, probable=threshold > 0)
+        begun = Begun(input_ids, start, probable=threshold > 0)
+        if self._may_launch(model, settings, begun, count):
+            self._begun = begun
             begun.grow(count)
-            while begun.drafts < count and self._launch(begun, settings):
-                self._begun = begun
+            begun.usable = all(self._launch(begun, settings) for _ in range(count))
         kv.level(before)
 
     def take(self) -> Begun | None:
@@ -205,6 +211,16 @@ class Drafts:
         rest, unread = self._rest, self._unread
         self._rest, self._unread = [], []
         return rest + [values.read()[1] for values in unread]
+
+    def _may_launch(self, model: Any, settings: RoundSettings, begun: Begun, count: int) -> bool:
+        """Whether all drafts of a round that is not complete may be launched. count: their number."""
+        start, length = begun.place
+        steps = {1: count - begun.drafts}
+        if not begun.drafts:
+            steps = {length - start: 1, 1: count - 1 + (length - start == 1)}
+        exceeds = settings.limit is not None and length + count >= settings.limit
+        has_room = self._runner.cache.has_room(length - start + count - 1)
+        return not exceeds and has_room and self._runner.may_advance(model, steps)
 
     def _launch(self, begun: Begun, settings: RoundSettings) -> bool:
         """Launch the next draft of a round, and copy its values to the host. Returns whether it was launched."""
@@ -232,6 +248,7 @@ class Begun:
 
     tokens: the tokens before the round, [1, S], followed by the drafts. place: the length of the cache before the
     round, and S. drafts: the number of drafts that were launched. probable: whether their probabilities are copied.
+    usable: whether the round may go on with these drafts.
     """
 
     def __init__(self, input_ids: Tensor, start: int, *, probable: bool) -> None:
@@ -239,10 +256,11 @@ class Begun:
         self.place = start, input_ids.shape[1]
         self.drafts = 0
         self.probable = probable
+        self.usable = True
 
     def serves(self, start: int, length: int, count: int, *, probable: bool) -> bool:
         """Whether this is the beginning of a round of up to `count` drafts at this place."""
-        return self.place == (start, length) and self.drafts <= count and self.probable >= probable
+        return self.usable and self.place == (start, length) and self.drafts <= count and self.probable >= probable
 
     def grow(self, count: int) -> None:
         """Make room for this many drafts."""
@@ -274,11 +292,10 @@ class _Values:
         if ends:
             self._token.copy_(token, non_blocking=True)
         if probable:
-            self._probability.copy_(
-                step.last_logits.softmax(-1, dtype=torch.float32).gather(1, token), non_blocking=True
-            )
+            probabilities = step.last_logits.to(torch.float32).softmax(-1)
+            self._probability.copy_(probabilities.gather(1, token), non_blocking=True)
         if self._sent is not None:
-            self._sent.record()
+            self._sent.record(torch.cuda.current_stream(token.device))
 
     def read(self) -> tuple[int, float]:
         """Return the token and its probability; -1 and 1 if they were never copied. Waits for the copies."""

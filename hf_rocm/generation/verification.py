@@ -104,8 +104,8 @@ def of_call(
     # `holds` returns False if there are logits processors.
     if not result.holds():
         return None
-    if rounds is not None:
-        result.rounds, rounds.known = rounds, result.tokens
+    if rounds is not None and rounds.follow(result.tokens):
+        result.rounds = rounds
     return result
 
 

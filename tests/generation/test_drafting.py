@@ -1,4 +1,4 @@
-"""Rounds of an assistant without a call of `generate` draft the same tokens, in the same numbers, as stock."""
+"""Rounds of an assistant without a call of `generate` draft the same tokens as stock."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ import types
 
 import pytest
 import torch
+from transformers import LogitsProcessorList, MinNewTokensLengthLogitsProcessor
 from transformers.generation import candidate_generator
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 import hf_rocm
 from hf_rocm.generation import drafting
 from hf_rocm.generation.assistant import Rounds
+from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.schedule import Schedule
 from hf_rocm.generation.state import known
 from tests.generation.conftest import Streamer, assistant_of, generate
-from tests.generation.test_speculation import repeating
+from tests.generation.test_speculation import before, repeating
 
 NEW = 40
 CALLS = 8
 
 
-class Lengths:
-    """The number of drafts of every round. skipped: those of the rounds that did not call `generate`."""
+class Drafts:
+    """The drafts of every round. skipped: those of the rounds that did not call `generate`."""
 
     def __init__(self, monkeypatch):
         self.all = []
@@ -35,22 +37,27 @@ class Lengths:
         def drafts(rounds, generator, arguments):
             result = draft(rounds, generator, arguments)
             if result is not None:
-                self.skipped.append(result.shape[1] - arguments[generator.input_ids_key].shape[1])
+                self.skipped.append(result[0, arguments[generator.input_ids_key].shape[1] :].tolist())
                 self.all.append(self.skipped[-1])
             return result
 
         def decodes(rounds, *args):
             result = decode(rounds, *args)
-            self.all.append(len(result.scores))
+            self.all.append(drafts_in(result))
             return result
 
         monkeypatch.setattr(Rounds, "draft", drafts)
         monkeypatch.setattr(Rounds, "decode", decodes)
 
 
+def drafts_in(result):
+    """The drafts in the result of a call of the assistant's `generate`."""
+    return result.sequences[0, -len(result.scores) :].tolist()
+
+
 @pytest.fixture
-def lengths(monkeypatch):
-    return Lengths(monkeypatch)
+def drafts(monkeypatch):
+    return Drafts(monkeypatch)
 
 
 @pytest.fixture
@@ -74,60 +81,61 @@ def assisted(models, inputs, *, new=NEW, **arguments):
 
 
 def drafted_by_stock(models, calls, **arguments):
-    """Return the tokens of these calls, and the number of drafts of every round."""
-    counts, inherited = [], models[1].generate
+    """Return the tokens of these calls, and the drafts of every round."""
+    expected, inherited = [], models[1].generate
 
-    def counting(*args, **kwargs):
+    def drafting_as_stock(*args, **kwargs):
         result = inherited(*args, **kwargs)
-        counts.append(len(result.scores))
+        expected.append(drafts_in(result))
         return result
 
-    models[1].generate = counting
-    return [assisted(models, inputs, **arguments) for inputs in calls], counts
+    models[1].generate = drafting_as_stock
+    return [assisted(models, inputs, **arguments) for inputs in calls], expected
 
 
-def compare(prepared_pair, stock_pair, lengths, calls=None, **arguments):
-    """Assert that tokens and numbers of drafts equal stock's, and return how many rounds did not call `generate`."""
+def compare(prepared_pair, stock_pair, drafts, calls=None, **arguments):
+    """Assert that tokens and drafts equal stock's, and return how many rounds did not call `generate`."""
     calls = calls or [repeating(seed % 3, padded=seed % 2) for seed in range(CALLS)]
     tokens = [assisted(prepared_pair, inputs, **arguments) for inputs in calls]
-    expected, counts = drafted_by_stock(stock_pair, calls, **arguments)
-    assert all(map(torch.equal, tokens, expected)) and lengths.all == counts
+    expected, expected_drafts = drafted_by_stock(stock_pair, calls, **arguments)
+    assert all(map(torch.equal, tokens, expected)) and drafts.all == expected_drafts
     assert known(prepared_pair[1]).turned_away == {}
-    return len(lengths.skipped)
+    return len(drafts.skipped)
 
 
 @pytest.mark.parametrize("schedule, noise", [("constant", 0.0), ("heuristic", 0.02), ("heuristic_transient", 0.2)])
-def test_drafts_are_those_of_stock(schedule, noise, trio, lengths):
-    assert compare(*trio(schedule=schedule, noise=noise), lengths) > 0
+def test_drafts_are_those_of_stock(schedule, noise, trio, drafts):
+    assert compare(*trio(schedule=schedule, noise=noise), drafts) > 0
 
 
-def test_transformers_masks_padding_tokens_in_calls_without_a_mask(trio, lengths):
+def test_transformers_masks_padding_tokens_in_calls_without_a_mask(trio, drafts):
     """From 5.0 on, transformers drops a mask without padding, and derives the assistant's from all tokens so far."""
     prepared_pair, stock_pair = trio()
     token = int(assisted(stock_pair, repeating())[0, -9])
     for model in (prepared_pair[0], stock_pair[0]):
         model.generation_config.pad_token_id = token
-    assert compare(prepared_pair, stock_pair, lengths) > 0
+    # Calls whose tokens include the padding token follow calls whose rounds skip `generate`.
+    assert compare(prepared_pair, stock_pair, drafts, [repeating(seed) for seed in (1, 2, 1, 2, 1, 2, 0, 0)]) > 0
 
 
 @pytest.mark.parametrize("threshold", [0.05, 0.4])
-def test_a_draft_below_the_threshold_is_the_last_one(threshold, trio, lengths):
-    assert compare(*trio(threshold=threshold, number=6), lengths) > CALLS
-    assert min(lengths.skipped) < 6
+def test_a_draft_below_the_threshold_is_the_last_one(threshold, trio, drafts):
+    assert compare(*trio(threshold=threshold, number=6), drafts) > CALLS
+    assert min(map(len, drafts.skipped)) < 6
 
 
-def test_an_eos_token_is_the_last_draft(trio, lengths):
+def test_an_eos_token_is_the_last_draft(trio, drafts):
     prepared_pair, stock_pair = trio(noise=0.05)
     tokens = assisted(stock_pair, repeating())[0].tolist()
     # the token that occurs first at the latest position
     end = max(set(tokens), key=tokens.index)
     for model in (prepared_pair[0], stock_pair[0]):
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = [end, 62], end
-    assert compare(prepared_pair, stock_pair, lengths, [repeating()] * CALLS) > 0
+    assert compare(prepared_pair, stock_pair, drafts, [repeating()] * CALLS) > 0
     assert len(assisted(stock_pair, repeating())[0]) < len(tokens)
 
 
-def test_the_probabilities_of_all_drafts_determine_the_next_threshold(trio, lengths, monkeypatch):
+def test_the_probabilities_of_all_drafts_determine_the_next_threshold(trio, drafts, monkeypatch):
     """With scikit-learn, transformers adapts the threshold to the probabilities of accepted and rejected drafts."""
     received = []
 
@@ -146,14 +154,14 @@ def test_the_probabilities_of_all_drafts_determine_the_next_threshold(trio, leng
     tokens = [assisted(prepared_pair, inputs) for inputs in calls]
     ours = received[:]
     received.clear()
-    expected, counts = drafted_by_stock(stock_pair, calls)
-    assert all(map(torch.equal, tokens, expected)) and lengths.all == counts and len(lengths.skipped) > CALLS
+    expected, expected_drafts = drafted_by_stock(stock_pair, calls)
+    assert all(map(torch.equal, tokens, expected)) and drafts.all == expected_drafts and len(drafts.skipped) > CALLS
     assert len(ours) > CALLS and [matches for matches, _ in ours] == [matches for matches, _ in received]
     for (_, probabilities), (_, stock_probabilities) in zip(ours, received, strict=True):
         assert probabilities == pytest.approx(stock_probabilities, rel=1e-5)
 
 
-def test_rounds_begin_before_transformers_prepares_them(trio, lengths, monkeypatch):
+def test_rounds_begin_before_transformers_prepares_them(trio, drafts, monkeypatch):
     used, serves = [], drafting.Begun.serves
 
     def counting(begun, *args, **kwargs):
@@ -161,12 +169,12 @@ def test_rounds_begin_before_transformers_prepares_them(trio, lengths, monkeypat
         return used[-1]
 
     monkeypatch.setattr(drafting.Begun, "serves", counting)
-    skipped = compare(*trio(), lengths)
+    skipped = compare(*trio(), drafts)
     # At the end of a call, fewer drafts may be allowed than were launched.
     assert len(used) - CALLS <= sum(used) and sum(used) > skipped / 2
 
 
-def test_a_round_that_began_with_other_tokens_is_not_used(trio, lengths, monkeypatch):
+def test_a_round_that_began_with_other_tokens_is_not_used(trio, drafts, monkeypatch):
     used, verified = [], Rounds.verified
 
     def wrong(rounds, selected, on_host):
@@ -174,11 +182,11 @@ def test_a_round_that_began_with_other_tokens_is_not_used(trio, lengths, monkeyp
         used.append(rounds._drafts is not None and rounds._drafts._begun is not None)
 
     monkeypatch.setattr(Rounds, "verified", wrong)
-    assert compare(*trio(), lengths) > CALLS and any(used)
+    assert compare(*trio(), drafts) > CALLS and any(used)
 
 
 @pytest.mark.parametrize("early", [True, False])
-def test_a_round_with_a_step_that_cannot_be_replayed_calls_generate(early, trio, lengths, monkeypatch):
+def test_a_round_with_a_step_that_cannot_be_replayed_calls_generate(early, trio, drafts, monkeypatch):
     advance, count = Runner.advance, [0]
 
     def failing(runner, *args):
@@ -188,7 +196,7 @@ def test_a_round_with_a_step_that_cannot_be_replayed_calls_generate(early, trio,
     monkeypatch.setattr(Runner, "advance", failing)
     if not early:
         monkeypatch.setattr(drafting.Drafts, "begin", lambda *_, **__: None)
-    skipped = compare(*trio(), lengths)
+    skipped = compare(*trio(), drafts)
     assert skipped > 0 and count[0] > 7
 
 
@@ -222,6 +230,21 @@ def penalise(monkeypatch, models):
     return {"repetition_penalty": 1.1}
 
 
+def mix_logits(monkeypatch, models):
+    """In greedy decoding, releases from 5.19 on mix the probabilities of both models."""
+    return {"assistant_ensemble_weight": 0.5}
+
+
+def require_more_tokens(monkeypatch, models):
+    """The list of processors is also the assistant's."""
+    processor = MinNewTokensLengthLogitsProcessor(22, NEW, 5, device="cpu")
+    return {"logits_processor": LogitsProcessorList([processor])}
+
+
+def return_scores(monkeypatch, models):
+    return {"return_dict_in_generate": True, "output_scores": True}
+
+
 @pytest.mark.parametrize(
     "changed, expected",
     [
@@ -231,39 +254,71 @@ def penalise(monkeypatch, models):
         (stream, False),
         (require_tokens, False),
         (penalise, False),
+        (require_more_tokens, False),
+        (return_scores, False),
+        pytest.param(mix_logits, False, marks=pytest.mark.skipif(before("5.19"), reason="not run: needs 5.19")),
     ],
 )
-def test_what_generate_would_call_is_called(changed, expected, trio, lengths, monkeypatch):
+def test_what_generate_would_call_is_called(changed, expected, trio, drafts, monkeypatch):
     prepared_pair, stock_pair = trio(threshold=0.01)
     arguments = changed(monkeypatch, prepared_pair)
     if "min_new_tokens" in arguments:
         stock_pair[0].generation_config.eos_token_id = 5
     for seed in range(CALLS):
         tokens = assisted(prepared_pair, repeating(seed % 3), **arguments)
-    assert bool(lengths.skipped) is expected
+    assert bool(drafts.skipped) is expected
     if changed is not stream:
-        assert torch.equal(tokens, assisted(stock_pair, repeating(seed % 3), **arguments))
+        stock = assisted(stock_pair, repeating(seed % 3), **arguments)
+        assert torch.equal(
+            *(result if isinstance(result, torch.Tensor) else result.sequences for result in (tokens, stock))
+        )
 
 
-def test_sampling_calls_generate(trio, lengths):
+def test_no_round_begins_beyond_the_positions_of_the_assistant(trio, drafts, monkeypatch):
+    prepared_pair, stock_pair = trio()
+    limit, launched, launch = 22 + NEW - 12, [], drafting.Drafts._launch
+    for model in (prepared_pair[1], stock_pair[1]):
+        model.config.max_position_embeddings = limit
+
+    def launches(self, begun, settings):
+        assert settings.limit == limit
+        launched.append(begun.place[1] + begun.drafts)
+        return launch(self, begun, settings)
+
+    monkeypatch.setattr(drafting.Drafts, "_launch", launches)
+    assert compare(prepared_pair, stock_pair, drafts) > 0
+    assert max(launched) < limit
+
+
+def test_models_on_different_devices_call_generate(trio, monkeypatch):
+    model, assistant = trio()[0]
+    devices = {id(model): torch.device("cpu"), id(assistant): torch.device("meta")}
+    for different in (True, False):
+        rounds = Rounds(assistant, model if different else assistant, limit=64, translated=False, observed=False)
+        with monkeypatch.context() as patched:
+            patched.setattr(type(model), "device", property(lambda self: devices[id(self)]))
+            assert rounds.follow(HostTokens()) is not different
+
+
+def test_sampling_calls_generate(trio, drafts):
     prepared_pair, _ = trio()
     for seed in range(CALLS):
         assisted(prepared_pair, repeating(seed % 3), seed=seed, do_sample=True)
-    assert lengths.skipped == [] and lengths.all
+    assert drafts.skipped == [] and drafts.all
 
 
-def test_the_generator_is_stock_again_after_a_call(trio, lengths):
+def test_the_generator_is_stock_again_after_a_call(trio, drafts):
     names = ("_generate_candidates", "update_candidate_strategy")
     methods = [vars(candidate_generator.AssistedCandidateGenerator)[name] for name in names]
-    assert compare(*trio(), lengths) > 0
+    assert compare(*trio(), drafts) > 0
     assert [vars(candidate_generator.AssistedCandidateGenerator)[name] for name in names] == methods
 
 
-def test_a_feature_that_is_not_supported_is_not_used(trio, lengths, monkeypatch):
+def test_a_feature_that_is_not_supported_is_not_used(trio, drafts, monkeypatch):
     monkeypatch.setattr(
         drafting.features, "refuses", lambda feature: "unknown" if feature == drafting.FEATURE else None
     )
-    assert compare(*trio(), lengths) == 0
+    assert compare(*trio(), drafts) == 0
 
 
 def test_a_schedule_looks_several_replays_ahead():

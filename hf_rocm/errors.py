@@ -41,12 +41,6 @@ def _rebuild(kind: type[HfRocmError], message: str, facts: dict[str, str], hint:
     return kind(message, facts=facts, hint=hint)
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's text, or the name of its class if there is no text."""
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0]
-
-
 class OptionError(HfRocmError):
     """An argument or environment variable has a value that can't be honoured."""
 

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_rocm.errors import first_line
 from hf_rocm.forwards import decide, padding
 from hf_rocm.forwards.ahead import NOTHING_LATER, before_replay
 from hf_rocm.forwards.outputs import Outputs
@@ -27,7 +26,7 @@ from hf_rocm.forwards.recorded import RecordedForward, observe
 from hf_rocm.forwards.snapshot import Snapshot
 from hf_rocm.forwards.state import Path, State
 from hf_rocm.generation import incident
-from hf_rocm.generation.step import Inputs, Unrecordable, put_together, take_apart
+from hf_rocm.generation.step import Inputs, Unrecordable, first_line, put_together, take_apart
 
 _log = logging.getLogger("hf_rocm")
 

@@ -18,7 +18,7 @@ from hf_rocm import options, patches
 from hf_rocm.arguments import require_module, require_switches
 from hf_rocm.device import is_rocm
 from hf_rocm.environment import ALLOCATOR, conflicting
-from hf_rocm.errors import OptionError, first_line
+from hf_rocm.errors import OptionError
 from hf_rocm.generation.methods import put_before
 from hf_rocm.overlay.bind import ON
 
@@ -93,7 +93,7 @@ def check() -> None:
     except RuntimeError as error:
         raise OptionError(
             "TF32 was set through both PyTorch's old interface and its new one, which makes torch.compile fail",
-            facts={"torch error": first_line(error)},
+            facts={"torch error": str(error).splitlines()[0]},
             hint="set it once, with hf_rocm.setup_environment(tf32=…) or torch.backends.fp32_precision",
         ) from error
     environment = options.environment()

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from hf_rocm.errors import first_line
 from hf_rocm.generation import comparison, decode_experts, incident, reordering
 from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.cache import DecodeCache
@@ -36,7 +35,7 @@ from hf_rocm.generation.schedule import BACK
 from hf_rocm.generation.seen import seen_over, step_over
 from hf_rocm.generation.state import State
 from hf_rocm.generation.static_buffers import resident
-from hf_rocm.generation.step import Inputs, Unrecordable, alike, put_together, take_apart
+from hf_rocm.generation.step import Inputs, Unrecordable, alike, first_line, put_together, take_apart
 from hf_rocm.generation.token_choice import Choice
 from hf_rocm.generation.watch import last_watches_of
 from hf_rocm.overlay.replacements import Watch

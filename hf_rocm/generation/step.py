@@ -82,3 +82,9 @@ def _rebuilt(value: Any, rest: list[Tensor], ignored: Sequence[object]) -> Any:
     if type(value) is dict:
         return {name: _rebuilt(item, rest, ignored) for name, item in value.items()}
     return value
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's text, or the name of its class if there is no text."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

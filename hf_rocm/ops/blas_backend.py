@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_rocm.device import is_rocm
-from hf_rocm.errors import OptionError, first_line
+from hf_rocm.errors import OptionError
 
 # hf_rocm's name: PyTorch's names for the library, in order of preference.
 LIBRARIES = {
@@ -82,7 +82,7 @@ def _refusal(library: str) -> str | None:
             with prefer(library):
                 chosen: Any = torch.backends.cuda.preferred_blas_library()
         except RuntimeError as error:
-            return first_line(error)
+            return str(error).splitlines()[0]
     if chosen != _known()[name]:
         return f"PyTorch chose {chosen} instead on this machine"
     return None

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from hf_rocm import options
-from hf_rocm.errors import LoadError, OptionError, first_line
+from hf_rocm.errors import LoadError, OptionError
 
 
 def load(model: str, *, device: str | None = None, force: bool = False, stock: bool = False) -> Any:
@@ -84,6 +84,6 @@ def device_named(device: str | None) -> Any:
         # torch may raise either of them.
         raise OptionError(
             f"there is no device {name!r} here",
-            facts={"torch error": first_line(error)},
+            facts={"torch error": str(error).splitlines()[0]},
             hint="omit --device, or pass one such as cpu, cuda or cuda:1",
         ) from error

@@ -75,7 +75,7 @@ def test_nested_models_are_checked():
 def test_the_heads_of_every_layer_are_checked():
     plan = {"layers.*.self_attn.k_proj": "colwise"}
     config = SimpleNamespace(num_key_value_heads=[2, 4, 3, 2], base_model_tp_plan=plan)
-    with pytest.raises(RankError, match=r"2, 4, 3 \(num_key_value_heads\) heads"):
+    with pytest.raises(RankError, match=r"2, 4, 3 \(num_key_value_heads\)"):
         heads.check(config, 2, AUTO)
     config.num_key_value_heads = [2, 4]
     heads.check(config, 2, AUTO)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm import __version__, files
-from hf_rocm.errors import GoldenError, first_line
+from hf_rocm.errors import GoldenError
 from hf_rocm.tools.verify.cases import Case, Step
 from hf_rocm.tools.verify.fingerprint import combined, differing, fingerprint, of_config
 from hf_rocm.tools.verify.model_under_test import Subject
@@ -95,7 +95,7 @@ def load(file: Path, subject: Subject) -> Golden:
     except (SafetensorError, ValueError) as error:
         raise GoldenError(
             f"{file} is damaged or not a golden file",
-            facts={"because": first_line(error)},
+            facts={"because": str(error).splitlines()[0]},
             hint="record it again with --save-golden, or copy it again",
         ) from error
     if not isinstance(header, dict):

@@ -76,8 +76,10 @@ def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]
     facts.append(own["training"])
     if SLOT in own:
         facts += _shuffled(module, kept)
+    facts += own["_modules"]
     for parameters in (own["_parameters"], own["_buffers"]):
         if parameters:
+            facts += parameters
             facts += [None if tensor is None else _place(tensor) for tensor in parameters.values()]
     for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
         if hooks:
@@ -158,13 +160,13 @@ def _place(tensor: Tensor) -> Hashable:
     # The local part of a DTensor.
     shard = getattr(tensor, "_local_tensor", None)
     if shard is not None:
-        return id(tensor), _place(shard)
+        return _identity(tensor), _place(shard)
     try:
         pointer = tensor.data_ptr()
     except (RuntimeError, NotImplementedError):
         # The tensor has no storage.
         pointer = 0
-    return id(tensor), type(tensor), getattr(tensor, "_version", 0), pointer
+    return _identity(tensor), type(tensor), getattr(tensor, "_version", 0), pointer
 
 
 def _settings(config: Any) -> Hashable:

@@ -80,7 +80,34 @@ def test_a_freed_object_never_equals_a_later_one(model):
         assert fingerprint_of(model) != before
 
 
+class Wrapped(torch.Tensor):
+    """A subclass, whose instances may have state of their own."""
+
+
+def test_a_freed_tensor_of_a_subclass_never_equals_a_later_one(model):
+    data = torch.zeros(4)
+    layer(model).attribute = data.as_subclass(Wrapped)
+    before = fingerprint_of(model)
+    assert fingerprint_of(model) == before
+    for _ in range(200):
+        # The next tensor may get the same address, and shares the data.
+        layer(model).attribute = None
+        layer(model).attribute = data.as_subclass(Wrapped)
+        assert fingerprint_of(model) != before
+
+
+def exchange_names(model):
+    """Exchange the names of two norms without changing their order."""
+    modules, names = layer(model)._modules, {}
+    first, second = "input_layernorm", "post_attention_layernorm"
+    for name, module in modules.items():
+        names[{first: second, second: first}.get(name, name)] = module
+    modules.clear()
+    modules.update(names)
+
+
 CHANGES = {
+    "the names of two modules": exchange_names,
     "a module": lambda model: setattr(layer(model), "mlp", copy.deepcopy(layer(model).mlp)),
     "a class": lambda model: setattr(layer(model).mlp, "__class__", type("Other", (type(layer(model).mlp),), {})),
     "a weight": lambda model: setattr(layer(model).mlp.up_proj.weight, "data", torch.zeros(1)),

@@ -1,13 +1,13 @@
 """The drafts of an assistant, without a call of its `generate` for every round.
 
-transformers drafts a few tokens in every round, and calls the assistant's `generate` for them. It copies and validates
-configs, creates criteria and masks, and waits for the device after every token, which takes several times as long as
-the assistant's recorded steps. Here one of these calls shows which criteria stop a round. The following rounds replay
-the same steps in a row: each one reads its token where the last one wrote it, and the host checks the criteria of a
-token while the device already computes the next one.
+transformers drafts a few tokens in every round, and calls the assistant's `generate` for them. This call copies and
+validates configs, creates criteria and masks, and waits for the device after every token, which takes several times as
+long as the assistant's recorded steps. Here one such call determines which criteria stop a round. The following rounds
+replay the same steps in a row: each step reads its token where the previous one wrote it, and the host checks the
+criteria for a token while the device already computes the next one.
 
-This applies to greedy decoding with transformers' unchanged generator and an assistant without logits processors, if
-no code of the user runs between two rounds. All other rounds call `generate`.
+This applies to greedy decoding with transformers' unchanged generator, if both models are on one device, no logits
+processor acts, and no user code runs between two rounds. All other rounds call `generate`.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def _criteria() -> tuple[type, ...]:
     return MaxLengthCriteria, EosTokenCriteria, ConfidenceCriteria
 
 
-def _lengths() -> tuple[type, type]:
+def _lengths() -> tuple[Any, Any]:
     """The processors of a minimum length, which `generate` also creates for a minimum of 0 new tokens."""
     from transformers import MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
 
@@ -107,9 +107,10 @@ def _lengths() -> tuple[type, type]:
 def _acts(processor: Any, length: int) -> bool:
     """Whether a processor may change the logits of a sequence of this length or of a longer one."""
     of_sequence, of_new_tokens = _lengths()
-    if type(processor) is of_sequence:
+    kind: Any = type(processor)
+    if kind is of_sequence:
         return bool(processor.min_length > length)
-    if type(processor) is of_new_tokens:
+    if kind is of_new_tokens:
         return bool(processor.prompt_length_to_skip + processor.min_new_tokens > length)
     return True
 

@@ -198,8 +198,14 @@ def clean_environ(**changes: str) -> dict[str, str]:
     changes: variables that are added or replaced.
     """
     dropped = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__", "PYTHONDONTWRITEBYTECODE"}
-    options = ("HF_ROCM_", "USE_AITER_", "USE_OPTIMIZED_OPS", "FORCE_EAGER_ATTENTION")
-    options += ("AITER_CONFIG_GEMM_BF16", "PRESHUFFLE_M_THRESH")
+    options = (
+        "HF_ROCM_",
+        "USE_AITER_",
+        "USE_OPTIMIZED_OPS",
+        "FORCE_EAGER_ATTENTION",
+        "AITER_CONFIG_GEMM_BF16",
+        "PRESHUFFLE_M_THRESH",
+    )
     kept = {name: value for name, value in os.environ.items() if name not in dropped and not name.startswith(options)}
     return {**kept, "PIP_USER": "0", "PYTHONNOUSERSITE": "1", **changes}
 

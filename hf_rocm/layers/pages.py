@@ -1,6 +1,6 @@
 """Attention over transformers' pages (continuous batching), for layers of overlays.
 
-The layer computes projections, norms and rotary positions. transformers' own function for the selected implementation
+The layer computes projections, norms and rotary embeddings. transformers' own function for the selected implementation
 then writes the pages and computes attention, with the arguments that the stock layer would pass.
 """
 
@@ -23,7 +23,7 @@ def is_flash(implementation: object) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Pages:
-    """The packed tokens of a batch of requests, whose keys and values are in pages.
+    """The paged attention of one layer call, for the packed tokens of a batch of requests.
 
     module: the attention layer. arguments: the keyword arguments of its call. window: its sliding window.
     """

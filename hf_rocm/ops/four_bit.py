@@ -7,7 +7,7 @@ A row is stored in blocks of eight runs. Word w of a block contains number w of 
 lowest bits. So a kernel reads contiguous numbers of a run, and multiplies them by contiguous values of x.
 
 With a code, 0 … 15 are indices into a table: nf4 (QLoRA, https://arxiv.org/abs/2305.14314) and fp4, as bitsandbytes
-defines them, and e2m1 of MXFP4. The scales of such a weight may be quantised too: by another table (double
+defines them, and e2m1 of MXFP4. The scales of such a weight may be quantised too: with another table (double
 quantisation), or to powers of two (MXFP4).
 """
 

@@ -73,7 +73,7 @@ def scaled_mm(call: QuantizedCall) -> Tensor:
 
 
 def scaled_mm_then_scale(call: QuantizedCall) -> Tensor:
-    """An fp8 GEMM, with the scales applied afterwards. More devices and dtypes support this."""
+    """An fp8 GEMM, with the scales applied afterwards. This works on more devices and with more dtypes."""
     x = call.x
     rows, row_scale = rounded_input(call)
     if rows.shape[0] == 0:

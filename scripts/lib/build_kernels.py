@@ -2,7 +2,7 @@
 code.
 
 Triton includes its AMD compiler, so the code for a GPU can be generated and analysed on any machine. The analysis
-reports the numbers of registers and spills, the size of the local memory, whether GEMMs use matrix instructions, and
+reports the numbers of registers and spills, the size of the shared memory (LDS), whether GEMMs use matrix instructions, and
 whether `tests/amdgcn` can execute every instruction.
 """
 
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/build-kernels",
         description="Compile every Triton kernel for AMD GPUs, on any machine. Failed compilations, spilled registers, "
-        "scratch memory, too much local memory, GEMMs without matrix instructions and instructions that the tests "
+        "scratch memory, too much shared memory (LDS), GEMMs without matrix instructions and instructions that the tests "
         "cannot execute are errors. Needs torch, NumPy and Triton.",
     )
     parser.add_argument("kernels", nargs="*", help="modules of kernels, such as norm (default: all)")
@@ -156,7 +156,7 @@ def _unknown(text: str, architecture: str) -> tuple[str, ...]:
 
 
 def _facts(compiled: Any) -> dict[str, int]:
-    """The assembler's statistics, the size of the local memory, and the number of matrix instructions."""
+    """The assembler's statistics, the size of the shared memory (LDS), and the number of matrix instructions."""
     text = compiled.asm["amdgcn"]
 
     def number(name: str) -> int:
@@ -180,7 +180,7 @@ def _judged(build: Any, facts: dict[str, Any], unknown: tuple[str, ...] = ()) ->
     if spilled or facts["scratch_bytes"]:
         problems.append(f"{spilled} registers spilled, {facts['scratch_bytes']} bytes of scratch")
     if facts["lds_bytes"] > facts["lds_limit"]:
-        problems.append(f"{facts['lds_bytes']} bytes of local memory, of {facts['lds_limit']} available")
+        problems.append(f"{facts['lds_bytes']} bytes of shared memory (LDS), of {facts['lds_limit']} available")
     if build.matrix and not facts["matrix_instructions"]:
         problems.append("no matrix instruction")
     return Built(**facts, problems=tuple(problems))

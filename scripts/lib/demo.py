@@ -209,7 +209,7 @@ class Demo:
         at_once = "two processes at once" if len(self.runs.workloads) > 1 else "one process at a time"
         paragraph(
             f"times: median of 3 rounds (slowest − fastest), one row after the other; {at_once}, one thread each; "
-            "loading includes imports; memory: the peak of the process"
+            "loading includes the imports of hf_rocm and of the model's files; memory: the peak of the process"
         )
         if disturbance := disturbed(results, timed.values()):
             paragraph(disturbance)

@@ -59,7 +59,7 @@ finally:
     os._exit(0)  # with continuous batching, a thread of stock would keep the process alive
 """
 
-# Maximum number of seconds to start, answer or stop on a busy machine.
+# Maximum number of seconds to start, respond or stop on a busy machine.
 WAIT = 90
 
 
@@ -107,14 +107,14 @@ class Server:
         self.facts: dict[str, Any] = {}
 
     def post(self, path: str, body: dict[str, Any]) -> str:
-        """Send a request. Returns the text of the answer; streamed pieces are joined."""
+        """Send a request. Returns the text of the response; streamed chunks are joined."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=WAIT)
         try:
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
             answer = response.read().decode()
         except TimeoutError as error:
-            raise AssertionError(f"no answer\n{self.log.read_text()}") from error
+            raise AssertionError(f"no response\n{self.log.read_text()}") from error
         finally:
             connection.close()
         assert response.status == 200, f"{response.status} {answer}\n{self.log.read_text()}"
@@ -127,7 +127,7 @@ class Server:
 
 
 def text_of(event: dict[str, Any]) -> str:
-    """Returns the text of an answer, or of one streamed piece of it."""
+    """Returns the text of a response, or of one streamed chunk of it."""
     if "choices" in event:
         parts = [
             choice.get("text") or choice.get("message", choice.get("delta", {})).get("content") or ""

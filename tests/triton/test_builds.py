@@ -79,7 +79,7 @@ def test_silent_problems_on_amd_gpus_are_reported(judged):
     assert judged() == () and judged(matrix=True, matrix_instructions=8) == ()
     assert "3 registers spilled" in judged(spilled_vgprs=3)[0]
     assert "16 bytes of scratch" in judged(scratch_bytes=16)[0]
-    assert "local memory" in judged(lds_bytes=65537)[0]
+    assert "shared memory" in judged(lds_bytes=65537)[0]
     assert judged(matrix=True) == ("no matrix instruction",)
 
 

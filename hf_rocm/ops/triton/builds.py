@@ -1,7 +1,7 @@
 """Compile kernels ahead of time, for GPUs that need not be present.
 
 Every module of `kernels` lists its `BUILDS`: the most common shapes and types. `scripts/build-kernels` compiles
-each build for its architectures. It fails on spilled registers, on more local memory than the GPU has, on GEMMs without
+each build for its architectures. It fails on spilled registers, on more LDS than the GPU has, on GEMMs without
 matrix instructions, and on instructions that `tests/amdgcn` can't execute.
 """
 

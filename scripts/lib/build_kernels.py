@@ -2,8 +2,8 @@
 code.
 
 Triton includes its AMD compiler, so the code for a GPU can be generated and analysed on any machine. The analysis
-reports the numbers of registers and spills, the size of the shared memory (LDS), whether GEMMs use matrix instructions, and
-whether `tests/amdgcn` can execute every instruction.
+reports the numbers of registers and spills, the size of the shared memory (LDS), whether GEMMs use matrix instructions,
+and whether `tests/amdgcn` can execute every instruction.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="scripts/build-kernels",
         description="Compile every Triton kernel for AMD GPUs, on any machine. Failed compilations, spilled registers, "
-        "scratch memory, too much shared memory (LDS), GEMMs without matrix instructions and instructions that the tests "
-        "cannot execute are errors. Needs torch, NumPy and Triton.",
+        "scratch memory, too much shared memory (LDS), GEMMs without matrix instructions and instructions that the "
+        "tests cannot execute are errors. Needs torch, NumPy and Triton.",
     )
     parser.add_argument("kernels", nargs="*", help="modules of kernels, such as norm (default: all)")
     parser.add_argument("--arch", action="append", help="an architecture such as gfx942 (default: all)")

@@ -17,13 +17,16 @@ from tests.triton.routed import compiled_once, here, routed
 SHORT = (0, 1, 2, 3, 5, 1000, 8191)
 # cos and sin of angles above 105615 need a reduction with more than three parts of π / 2.
 LONG = (32767, 105615, 105616, 131071, 131072, 1_000_003, 16_777_217, 2**31 - 1, 2**31 + 1000, -1, -131071)
+# Every compiled variant has to run with small and with large angles, because their ranges are reduced in two ways. With
+# a large position first, a call with one token and several frequencies has both.
+MIXED = (1_000_003, 0, 1, 5, 131072, 1000, 8191)
 
 
 def inv_freq(count, dtype=torch.float32, base=10000.0):
     return (base ** -(torch.arange(count, dtype=torch.float64) / count)).to(dtype)
 
 
-def positions(*shape, among=(*SHORT, *LONG), dtype=torch.int64):
+def positions(*shape, among=(*MIXED, *SHORT, *LONG), dtype=torch.int64):
     count = torch.Size(shape).numel()
     return torch.tensor(among).repeat(-(-count // len(among)))[:count].view(shape).to(dtype)
 
@@ -45,6 +48,7 @@ def check(frequencies, position_ids, *, dtype=torch.float32, scaling=1.0, layout
 def test_rotary_angles(count, layout, dtype):
     for shape in ((1, 1), (2, 37)) if suite.gpu() is None else ((1, 1), (2, 9), (2, 37)):
         check(inv_freq(count), positions(*shape), dtype=dtype, scaling=1.3465, layout=layout)
+    check(inv_freq(count), positions(1, 1, among=SHORT), dtype=dtype, scaling=1.3465, layout=layout)
 
 
 @pytest.mark.parametrize("among", [SHORT, LONG], ids=["short", "long"])
@@ -58,15 +62,16 @@ def test_large_positions_are_as_accurate_as_pytorchs_functions(among):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_positions_with_any_strides_are_supported(dtype):
-    padded = torch.tensor([[1, 1, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]], dtype=dtype)
-    whole = positions(3, 8, among=SHORT, dtype=dtype)
-    for position_ids in (padded, whole[:, ::2], whole.t(), whole[:1].expand(3, 8), whole[1:2, 7:]):
+    padded = torch.tensor([[1, 1, 1, 0, 1, 2, 1_000_003], [0, 1, 2, 3, 4, 5, 6]], dtype=dtype)
+    whole = positions(3, 8, among=MIXED, dtype=dtype)
+    # The last token's position is 1_000_003.
+    for position_ids in (padded, whole[:, ::2], whole.t(), whole[:1].expand(3, 8), whole[1:2, 6:7]):
         check(inv_freq(8), position_ids)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_frequencies_of_a_converted_model_are_read_in_their_dtype(dtype):
-    check(inv_freq(12, dtype), positions(2, 5, among=SHORT), dtype=dtype)
+    check(inv_freq(12, dtype), positions(2, 5, among=MIXED), dtype=dtype)
 
 
 def test_nothing_is_launched_without_tokens():
@@ -81,7 +86,7 @@ def test_a_compiled_call_is_one_operator_in_the_graph():
     def cos_and_sin(frequencies, position_ids):
         return torch.cat(ops.rotary_angles(frequencies, position_ids, dtype=torch.float32))
 
-    nodes = compiled_once(cos_and_sin, inv_freq(8), positions(2, 3, among=SHORT))
+    nodes = compiled_once(cos_and_sin, inv_freq(8), positions(2, 3, among=MIXED))
     assert sum("triton_rotary_angles" in node for node in nodes) == 1
 
 

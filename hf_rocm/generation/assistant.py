@@ -20,7 +20,7 @@ from hf_rocm import features, patches
 from hf_rocm.generation import deferred_stop, loops
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.drafting import Drafts, RoundSettings, may_skip, settings_of
-from hf_rocm.generation.host_tokens import HostTokens
+from hf_rocm.generation.host_tokens import HostTokens, accepted_tokens
 from hf_rocm.generation.hybrid import RECURRENT
 from hf_rocm.generation.rank_consensus import Agreement
 from hf_rocm.generation.runner import Runner
@@ -112,7 +112,7 @@ class Rounds:
         padding = None if generator.assistant_kwargs.get("attention_mask") is not None else self._settings.padding
         if padding is not None and padding in tokens:
             return None
-        if tokens[-len(accepted) :].tolist() != accepted:
+        if begun is not None and tokens[-len(accepted) :].tolist() != accepted:
             begun = None
         drafted = self._drafts.of(self.model, self._settings, input_ids, count, threshold=threshold, begun=begun)
         if drafted is None:
@@ -142,12 +142,11 @@ class Rounds:
         if len(chosen) != len(drafts) + 1:
             return
         self._known.draft(drafts, last.tokens)
-        count = next((index for index, draft in enumerate(drafts) if draft != chosen[index]), len(drafts))
-        accepted = chosen[: count + 1]
+        accepted = accepted_tokens(drafts, chosen)
         if last.length + len(accepted) + 1 >= self.limit or not self._settings.ends.isdisjoint(accepted):
             return
         self._accepted = accepted
-        expected = torch.cat((before, selected[:, : count + 1]), dim=1)
+        expected = torch.cat((before, selected[:, : len(accepted)]), dim=1)
         # The limit falls by one at most. Fewer drafts than the limit are probably as many as in the last round.
         following = min(len(drafts), last.limit - 1, self.limit - expected.shape[1] - 1)
         self._drafts.begin(self.model, self._settings, expected, max(following, 1), threshold=last.threshold)
@@ -198,10 +197,8 @@ def drafting(rounds: Rounds | None) -> Iterator[None]:
 
 def _candidates(change: Change) -> Callable[..., Any]:
     def _generate_candidates(self: Any, generation_args: Any) -> Any:
-        rounds = _thread.rounds if change.live and type(self) is change.owner else None
-        drafted = None
-        if rounds is not None and rounds.model is self.assistant_model:
-            drafted = rounds.draft(self, generation_args)
+        rounds = _rounds_with(self, change)
+        drafted = None if rounds is None else rounds.draft(self, generation_args)
         # The loop does not read the logits of the drafts; see `Rounds.follow`.
         return change.call_of(self)(generation_args) if drafted is None else (drafted, None)
 
@@ -210,12 +207,18 @@ def _candidates(change: Change) -> Callable[..., Any]:
 
 def _updates(change: Change) -> Callable[..., Any]:
     def update_candidate_strategy(self: Any, *args: Any, **kwargs: Any) -> Any:
-        rounds = _thread.rounds if change.live and type(self) is change.owner else None
-        if rounds is not None and rounds.model is self.assistant_model:
+        rounds = _rounds_with(self, change)
+        if rounds is not None:
             rounds.finish(self)
         return change.call_of(self)(*args, **kwargs)
 
     return update_candidate_strategy
+
+
+def _rounds_with(generator: Any, change: Change) -> Rounds | None:
+    """Return the rounds in which this candidate generator may skip `generate`, or None. change: of its class."""
+    rounds = _thread.rounds if change.live and type(generator) is change.owner else None
+    return rounds if rounds is not None and rounds.model is generator.assistant_model else None
 
 
 def rounds_of(model: Any, generation_config: Any) -> Rounds | None:

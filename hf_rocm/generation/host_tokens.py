@@ -114,6 +114,12 @@ class HostTokens:
         self._length, self._tokens = len(self.followed_by(tokens)), Unchanged(input_ids)
 
 
+def accepted_tokens(drafts: list[int], chosen: list[int]) -> list[int]:
+    """The tokens that transformers' loop appends after a step that verified N drafts and chose these N + 1 tokens."""
+    count = next((index for index, draft in enumerate(drafts) if draft != chosen[index]), len(drafts))
+    return chosen[: count + 1]
+
+
 class Unchanged:
     """A tensor whose values were read. In-place changes are detected, except in inference tensors."""
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from hf_rocm.errors import GraphError
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.draft_search import DraftSearch, Search
-from hf_rocm.generation.host_tokens import HostTokens
+from hf_rocm.generation.host_tokens import HostTokens, accepted_tokens
 from hf_rocm.generation.inputs import confirm
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.residents import Source
@@ -234,10 +234,7 @@ class Lookahead:
         ids, self._ids, search = self._ids, None, self._search
         if ids is None or search is None or len(ids) != len(chosen):
             return None
-        count = 0
-        while count < len(chosen) - 1 and ids[count + 1] == chosen[count]:
-            count += 1
-        accepted = chosen[: count + 1]
+        accepted = accepted_tokens(ids[1:], chosen)
         return accepted if search.ends.isdisjoint(accepted) else None
 
     def _next(self, accepted: list[int], selected: Tensor) -> tuple[int, list[int], Source] | None:

@@ -64,13 +64,13 @@ def drafts(monkeypatch):
 def trio(pair):
     """A function that returns ((a prepared model, a prepared assistant), (the stock model, the stock assistant))."""
 
-    def build(*, schedule="constant", noise=0.02, threshold=0.0, eos=None, number=4):
+    def build(*, schedule="constant", noise=0.02, threshold=0.0, number=4):
         prepared, stock = pair(graphs=True)
         assistant = assistant_of(stock, schedule, noise)
         config = assistant.generation_config
         config.assistant_confidence_threshold, config.num_assistant_tokens = threshold, number
         for model in (prepared, stock):
-            model.generation_config.eos_token_id = eos
+            model.generation_config.eos_token_id = None
         return (prepared, hf_rocm.prepare(copy.deepcopy(assistant), force=True, graphs=True)), (stock, assistant)
 
     return build

@@ -119,7 +119,7 @@ class Rounds:
             return None
         if hasattr(generator, "probs"):
             generator.probs.extend(drafted[1])
-        self._last = _Last(drafted[0], input_ids.shape[1], count, threshold)
+        self._last = _Last(drafted[0], input_ids.shape[1], count)
         return drafted[0]
 
     def finish(self, generator: Any) -> None:
@@ -138,7 +138,7 @@ class Rounds:
         if last is None or before is None or before.shape[1] != last.length or not self._may_skip():
             return
         assert self._known is not None and self._settings is not None and self._drafts is not None
-        drafts, chosen = last.tokens[0, last.length :].tolist(), on_host[0].tolist()
+        drafts, chosen = self._drafts.on_host(last.tokens.shape[1] - last.length), on_host[0].tolist()
         if len(chosen) != len(drafts) + 1:
             return
         self._known.draft(drafts, last.tokens)
@@ -146,10 +146,10 @@ class Rounds:
         if last.length + len(accepted) + 1 >= self.limit or not self._settings.ends.isdisjoint(accepted):
             return
         self._accepted = accepted
-        expected = torch.cat((before, selected[:, : len(accepted)]), dim=1)
+        tokens = before, selected[:, : len(accepted)]
         # The limit falls by one at most. Fewer drafts than the limit are probably as many as in the last round.
-        following = min(len(drafts), last.limit - 1, self.limit - expected.shape[1] - 1)
-        self._drafts.begin(self.model, self._settings, expected, max(following, 1), threshold=last.threshold)
+        following = min(len(drafts), last.limit - 1, self.limit - last.length - len(accepted) - 1)
+        self._drafts.begin(self.model, self._settings, tokens, max(following, 1))
 
     def _may_skip(self) -> bool:
         return SETTINGS in self.model.__dict__ and may_skip(self.model)
@@ -160,7 +160,7 @@ class Rounds:
             return self.model(**arguments)
         if self._runner is None:
             assert self.cache is not None
-            self._runner = Runner(state_of(self.model), self.cache)
+            self._runner = Runner(state_of(self.model), self.cache, probable=True)
             self._drafts = Drafts(self._runner)
         return self._runner(self.model, arguments)
 
@@ -168,14 +168,12 @@ class Rounds:
 class _Last(NamedTuple):
     """A round without `generate`.
 
-    tokens: all tokens and the drafts, [1, S + N]. length: S. limit: the largest number of drafts. threshold: the
-    smallest probability of a draft after which another one follows.
+    tokens: all tokens and the drafts, [1, S + N]. length: S. limit: the largest number of drafts.
     """
 
     tokens: Tensor
     length: int
     limit: int
-    threshold: float
 
 
 @contextmanager

@@ -12,7 +12,7 @@ processor acts, and no user code runs between two rounds. All other rounds call 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -21,7 +21,6 @@ from torch import Tensor
 
 from hf_rocm import features
 from hf_rocm.generation.methods import own
-from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.residents import Source
 from hf_rocm.generation.runner import Runner
 from hf_rocm.overlay.dependencies import of_method
@@ -154,12 +153,12 @@ class Drafts:
         """
         kv, length = self._runner.cache, input_ids.shape[1]
         start: int = kv.length
-        current, probable = begun, threshold > 0
-        if current is None or not current.serves(start, length, count, probable=probable):
-            current = Begun(input_ids, start, probable=probable)
+        current = begun
+        if current is None or not current.serves(start, length, count):
+            current = Begun((input_ids,), start, count)
         if not self._may_launch(model, settings, current, count):
             return None
-        current.grow(count)
+        current.resize(count)
         if current.drafts:
             kv.level(length + current.drafts - 1)
         probabilities: list[float] = []
@@ -180,12 +179,12 @@ class Drafts:
         self._unread = [self._values[count - 1]] if threshold else []
         return current.tokens, probabilities
 
-    def begin(self, model: Any, settings: RoundSettings, input_ids: Tensor, count: int, *, threshold: float) -> None:
+    def begin(self, model: Any, settings: RoundSettings, tokens: Sequence[Tensor], count: int) -> None:
         """Launch the first drafts of the next round, if that is possible, before transformers prepares it.
 
-        input_ids: the expected tokens, [1, S]. count: the number of drafts to launch.
+        tokens: the expected tokens, which are joined: [1, S] in all. count: the number of drafts to launch.
         """
-        kv, start = self._runner.cache, input_ids.shape[1] - _REPEATED
+        kv, start = self._runner.cache, sum(part.shape[1] for part in tokens) - _REPEATED
         before: int = kv.length
         # before other values are sent
         self._rest = self.last_probability()
@@ -193,10 +192,9 @@ class Drafts:
         if not 0 < start <= before:
             return
         kv.level(start)
-        begun = Begun(input_ids, start, probable=threshold > 0)
+        begun = Begun(tokens, start, count)
         if self._may_launch(model, settings, begun, count):
             self._begun = begun
-            begun.grow(count)
             begun.usable = all(self._launch(begun, settings) for _ in range(count))
         kv.level(before)
 
@@ -212,6 +210,10 @@ class Drafts:
         rest, unread = self._rest, self._unread
         self._rest, self._unread = [], []
         return rest + [values.read()[1] for values in unread]
+
+    def on_host(self, count: int) -> list[int]:
+        """Return the first `count` drafts of the last round. Waits for them."""
+        return [values.read()[0] for values in self._values[:count]]
 
     def _may_launch(self, model: Any, settings: RoundSettings, begun: Begun, count: int) -> bool:
         """Whether all drafts of a round that is not complete may be launched. count: their number."""
@@ -230,12 +232,11 @@ class Drafts:
         step = self._runner.advance(position, count, Source(tokens, None, position, position + 1))
         if step is None:
             return False
-        assert step.last_tokens is not None
-        tokens[:, length + index] = step.last_tokens
-        if begun.probable or settings.ends:
-            if index == len(self._values):
-                self._values.append(_Values(tokens.device))
-            self._values[index].send(step, probable=begun.probable, ends=bool(settings.ends))
+        assert step.draft is not None
+        tokens[0, length + index] = step.draft[0]
+        if index == len(self._values):
+            self._values.append(_Values(tokens.device))
+        self._values[index].send(step.draft)
         begun.drafts += 1
         return True
 
@@ -247,59 +248,51 @@ _REPEATED = 2
 class Begun:
     """A round whose first drafts were launched.
 
-    tokens: the tokens before the round, [1, S], followed by the drafts. place: the length of the cache before the
-    round, and S. drafts: the number of drafts that were launched. probable: whether their probabilities are copied.
-    usable: whether the round may go on with these drafts.
+    tokens: the tokens before the round, [1, S], followed by room for the drafts. place: the length of the cache before
+    the round, and S. drafts: the number of drafts that were launched. usable: whether the round may go on with them.
     """
 
-    def __init__(self, input_ids: Tensor, start: int, *, probable: bool) -> None:
-        self.tokens = input_ids
-        self.place = start, input_ids.shape[1]
+    def __init__(self, parts: Sequence[Tensor], start: int, count: int) -> None:
+        """parts: the tokens before the round, to be joined. count: the number of drafts."""
+        self.tokens = torch.cat((*parts, parts[0].new_empty((1, count))), dim=1)
+        self.place = start, self.tokens.shape[1] - count
         self.drafts = 0
-        self.probable = probable
         self.usable = True
 
-    def serves(self, start: int, length: int, count: int, *, probable: bool) -> bool:
+    def serves(self, start: int, length: int, count: int) -> bool:
         """Whether this is the beginning of a round of up to `count` drafts at this place."""
-        return self.usable and self.place == (start, length) and self.drafts <= count and self.probable >= probable
+        return self.usable and self.place == (start, length) and self.drafts <= count
 
-    def grow(self, count: int) -> None:
-        """Make room for this many drafts."""
-        before, length = self.tokens, self.place[1]
-        self.tokens = before.new_empty((1, length + count))
-        self.tokens[:, : length + self.drafts] = before[:, : length + self.drafts]
+    def resize(self, count: int) -> None:
+        """Make room for exactly this many drafts; fewer were launched."""
+        before, (_, length) = self.tokens, self.place
+        if before.shape[1] != length + count:
+            room = before.new_empty((1, count - self.drafts))
+            self.tokens = torch.cat((before[:, : length + self.drafts], room), dim=1)
 
 
 class _Values:
-    """The token of a draft and its probability, copied to the host.
+    """A draft and its probability, copied to the host.
 
-    The copies are on the stream of the steps. The second stream of a `HostCopy` would save less time on the device
-    than it costs on the host.
+    The copy is on the stream of the steps. The second stream of a `HostCopy` would save less time on the device than it
+    costs on the host.
     """
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._token = torch.full((1, 1), -1, pin_memory=on_gpu)
-        self._probability = torch.ones((1, 1), pin_memory=on_gpu)
+        self._pinned = torch.empty(2, dtype=torch.int64, pin_memory=on_gpu)
+        self._tokens = self._pinned.numpy()
+        self._probabilities = self._pinned.view(torch.float32).numpy()
         self._sent: Any = torch.cuda.Event() if on_gpu else None
 
-    def send(self, step: RecordedStep, *, probable: bool, ends: bool) -> None:
-        """Start to copy the values of a step's last token. probable, ends: whether the probability, the token is read.
-
-        The probability is that of `ConfidenceCriteria`, which receives the logits in fp32.
-        """
-        assert step.last_tokens is not None
-        token = step.last_tokens[None]
-        if ends:
-            self._token.copy_(token, non_blocking=True)
-        if probable:
-            probabilities = step.last_logits.to(torch.float32).softmax(-1)
-            self._probability.copy_(probabilities.gather(1, token), non_blocking=True)
+    def send(self, draft: Tensor) -> None:
+        """Start to copy the values. draft: that of a `RecordedStep`."""
+        self._pinned.copy_(draft, non_blocking=True)
         if self._sent is not None:
-            self._sent.record(torch.cuda.current_stream(token.device))
+            self._sent.record(torch.cuda.current_stream(draft.device))
 
     def read(self) -> tuple[int, float]:
-        """Return the token and its probability; -1 and 1 if they were never copied. Waits for the copies."""
+        """Return the token and its probability. Waits for the copy."""
         if self._sent is not None:
             self._sent.synchronize()
-        return int(self._token), float(self._probability)
+        return int(self._tokens[0]), float(self._probabilities[2])

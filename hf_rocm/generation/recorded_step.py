@@ -107,8 +107,9 @@ class RecordedStep(Recorded):
 
     like: an output of the step. group: the process group whose collectives the step contains, or None. digests:
     [BACK + 1] int64, the digests of the last replays' outputs, newest last. tokens: the tokens with the
-    largest logits, or None (see `largest`); last_tokens: [B], those of the last position, or None. draws: the recorded
-    draws from the step's logits (see `recorded_draw`).
+    largest logits, or None (see `largest`); last_tokens: [B], those of the last position, or None. draft: [2] int64,
+    the last of the tokens and, in the lower half of the second number, its probability in fp32; None unless `probable`.
+    draws: the recorded draws from the step's logits (see `recorded_draw`).
     """
 
     def __init__(
@@ -119,12 +120,16 @@ class RecordedStep(Recorded):
         like: Any,
         cache: DecodeCache,
         group: Any,
+        *,
+        probable: bool = False,
     ) -> None:
         device, tokens = inputs.tensors[0].device, largest(like)
         with torch.inference_mode(False), torch.no_grad():
             self.digests = torch.zeros(BACK + 1, dtype=torch.int64, device=device)
-            self.tokens = None if tokens is None else torch.empty_like(tokens)
+            numbers = None if tokens is None else tokens.new_empty(tokens.numel() + 1)
+            self.tokens = None if tokens is None or numbers is None else numbers[:-1].view(tokens.shape)
             self.last_tokens = None if self.tokens is None else self.tokens[:, -1]
+            self.draft = numbers[-2:] if numbers is not None and probable else None
         self.draws: dict[Any, Any] = {}
         self._names = [name for name, value in like.items() if _written(value)]
         super().__init__(recorder, inputs, lambda buffers: tensors_of(run(buffers)), tensors_of(like))
@@ -152,7 +157,8 @@ class RecordedStep(Recorded):
         out, logits = destinations.pop(index), outputs.pop(index)
         self._copy(destinations, outputs)
         further = sum_of_bits(outputs) if outputs else None
-        ops.finish_step(logits, out, self.tokens, self.digests, self.alarm.number, further)
+        probability = None if self.draft is None else self.draft.view(torch.float32)[2:3]
+        ops.finish_step(logits, out, self.tokens, self.digests, self.alarm.number, further, probability)
 
     @property
     def logits(self) -> Tensor:

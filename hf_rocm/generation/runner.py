@@ -54,10 +54,11 @@ _log = logging.getLogger("hf_rocm")
 
 
 class Runner:
-    """Runs the steps of one call over one cache."""
+    """Runs the steps of one call over one cache. probable: whether its recorded steps compute probabilities."""
 
-    def __init__(self, state: State, cache: DecodeCache) -> None:
+    def __init__(self, state: State, cache: DecodeCache, *, probable: bool = False) -> None:
         self._state = state
+        self._probable = probable
         self.cache = cache
         self._model_state: int | None = None  # a number for the model's fingerprint
         self._model: Any
@@ -234,7 +235,7 @@ class Runner:
         Returns whether steps of the call may be recorded.
         """
         watches = last_watches_of(model)
-        self._model_state = self._state.number_of(fingerprint(model, watches))
+        self._model_state = self._state.number_of(fingerprint(model, watches), probable=self._probable)
         self._watch = watches.step
         self._hooks = RemovableHandle.next_id
         self._ranks = Agreement(model)
@@ -292,6 +293,7 @@ class Runner:
                     outputs,
                     cache,
                     self._ranks.group,
+                    probable=self._probable,
                 )
         except Exception as error:  # noqa: BLE001  the step itself has just run, so its recording failed
             failure = first_line(error)

@@ -46,7 +46,7 @@ class State:
         self.switches = 0
         self.plain_assistants = 0  # the number of calls whose assistant was not prepared and ran uncaptured
         self.turned_away: Counter[str] = Counter()  # reason → the number of calls or steps that ran uncaptured
-        self._fingerprints: dict[Fingerprint, int] = {}
+        self._fingerprints: dict[tuple[Fingerprint, bool], int] = {}
         self._numbers = count()
         self._starts = 0  # how often `start_over` was called, which is the same on every rank
         self._lock = threading.Lock()
@@ -74,13 +74,16 @@ class State:
             self._numbers = count(self._starts << 32)
         self.pool.clear()
 
-    def number_of(self, fingerprint: Fingerprint) -> int:
-        """Return the number of this fingerprint. A fingerprint that is new, or was dropped, gets a new number."""
+    def number_of(self, fingerprint: Fingerprint, *, probable: bool = False) -> int:
+        """Return the number of this fingerprint. A fingerprint that is new, or was dropped, gets a new number.
+
+        probable: whether recorded steps also compute probabilities (see `RecordedStep`); they have their own numbers.
+        """
         with self._lock:
-            number = self._fingerprints.pop(fingerprint, None)
+            number = self._fingerprints.pop((fingerprint, probable), None)
             if number is None:
                 number = next(self._numbers)
-            self._fingerprints[fingerprint] = number
+            self._fingerprints[fingerprint, probable] = number
             for oldest in list(self._fingerprints)[:-_MAX_FINGERPRINTS]:
                 del self._fingerprints[oldest]
             return number

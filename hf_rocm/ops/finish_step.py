@@ -1,7 +1,7 @@
 """finish_step: compute the outputs of a recorded decode step from its logits in one operation.
 
-The outputs are a copy of the logits, the tokens with the largest logits, a digest with which replays are compared, and
-a check for values that are not finite. In separate operations, they take fifteen kernels, most of which are so small
+The outputs are a copy of the logits, the tokens with the largest logits, a digest with which replays are compared, a
+check for values that are not finite, and, in a step that drafts a token, the probability of this token. In separate operations, they take fifteen kernels, most of which are so small
 that they take longer to launch than to run.
 """
 
@@ -25,27 +25,34 @@ from hf_rocm.ops.triton.launch import power_of_two
 
 
 def finish_step(
-    logits: Tensor, out: Tensor, tokens: Tensor, digests: Tensor, doubt: Tensor, further: Tensor | None = None
+    logits: Tensor,
+    out: Tensor,
+    tokens: Tensor,
+    digests: Tensor,
+    doubt: Tensor,
+    further: Tensor | None = None,
+    probability: Tensor | None = None,
 ) -> None:
-    """Write the outputs that a recorded step computes from its logits to out, tokens, digests and doubt.
+    """Write the outputs that a recorded step computes from its logits to the other tensors, except `further`.
 
     logits: [B, N, V] floating-point, but not fp64. out: a tensor like logits, which receives a copy of them. tokens:
     [B, N] int64, which receives `logits.argmax(-1)`. digests: [K] int64; the first digest is dropped, and the digest of
     this step is appended: the sum of the bits of the logits (see `ops.bits.words`), of the tokens and of `further`, [1]
     int64. doubt: [] fp32, to which 0 is added if all logits are finite, and otherwise another number or NaN.
-    If the sum of finite logits overflows fp32, the torch tier adds NaN too.
+    If the sum of finite logits overflows fp32, the torch tier adds NaN too. probability: [1] fp32 or None, which
+    receives the probability of the last of the tokens: the softmax of its row, computed in fp32.
     """
-    call = FinishStepCall(logits, words_of(logits), out, tokens, digests, doubt, further)
+    call = FinishStepCall(logits, words_of(logits), out, tokens, digests, doubt, further, probability)
     serving(_operation, _specification(call), torch_finish_step)(call)
 
 
 def _specification(call: FinishStepCall) -> tuple[object, ...]:
-    logits, further = call.logits, call.further is not None
+    logits, further, probable = call.logits, call.further is not None, call.probability is not None
     contiguous = all(tensor.is_contiguous() for tensor in (logits, call.words, call.out, call.tokens, call.digests))
     grad = torch.is_grad_enabled() and logits.requires_grad
     dtype, words_dtype, device = logits.dtype, call.words.dtype, logits.device
     rows, dim, kept = call.tokens.numel(), logits.shape[-1], len(call.digests)
-    return (dtype, words_dtype, device, rows, dim, kept, further, contiguous, grad)
+    return (dtype, words_dtype, device, rows, dim, kept, further, probable, contiguous, grad)
 
 
 def argmax(logits: Tensor) -> Tensor:
@@ -61,7 +68,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def torch_finish_step(call: FinishStepCall) -> tuple[Tensor, ...]:
-    """PyTorch's operations. Adds to doubt with `add_doubt`. Returns tokens, digests and doubt."""
+    """PyTorch's operations. Adds to doubt with `add_doubt`. Returns the tensors that it wrote to, without out."""
     add_doubt(call.doubt, call.logits)
     return _finish(call, argmax(call.logits))
 
@@ -76,7 +83,11 @@ def _finish(call: FinishStepCall, largest: Tensor) -> tuple[Tensor, ...]:
     call.out.copy_(call.logits)
     call.tokens.copy_(largest)
     append_digest(call.digests, sum_of_words([call.words, largest, *([] if call.further is None else [call.further])]))
-    return call.tokens, call.digests, call.doubt
+    if call.probability is None:
+        return call.tokens, call.digests, call.doubt
+    probabilities = call.logits[-1, -1].to(torch.float32).softmax(-1)
+    call.probability.copy_(probabilities.gather(0, largest[-1, -1:]))
+    return call.tokens, call.digests, call.doubt, call.probability
 
 
 def _kind(spec: FinishStepSpec) -> FinishStepSpec:
@@ -89,7 +100,7 @@ def _kind(spec: FinishStepSpec) -> FinishStepSpec:
 def _cases(spec: FinishStepSpec) -> Iterator[Case]:
     """Yield two calls in which the two largest logits of a row are equal, so that the first one must be chosen.
 
-    In the second call, some logits are not finite.
+    In the second call, some logits are not finite, so there is no probability to compare.
     """
     draw = Draw(spec.dtype, spec.device)
     rows, dim = spec.rows, spec.dim
@@ -110,6 +121,7 @@ def _cases(spec: FinishStepSpec) -> Iterator[Case]:
                 torch.arange(spec.kept, **integers),
                 torch.zeros((), device=spec.device),
                 torch.tensor([12345], **integers) if spec.further else None,
+                torch.zeros(1, device=spec.device) if spec.probable and values is logits else None,
             )
         )
 

@@ -85,7 +85,7 @@ def test_the_first_use_check_passes(name):
         specs = {
             "begin_step": (torch.uint8, device, 1, rows, 1, None, None, False, 2, 1, 1, False, True, True, False),
             "look_up_drafts": (torch.int64, device, 1 + rows % 16, 2, True, True, True, False),
-            "finish_step": (torch.bfloat16, torch.int64, device, rows, 128256, 5, False, True, False),
+            "finish_step": (torch.bfloat16, torch.int64, device, rows, 128256, 5, False, rows == 1, True, False),
             "append_tokens": (torch.int64, device, rows, 2, True, True, True, True, False),
         }
         kind = tuple(operation.kind(operation.spec_type(*specs[name])))

@@ -24,7 +24,7 @@ KINDS = {
     "append_tokens": (torch.int64, CPU, 4, 2, True, True, True, True, False),
     "begin_step": (BF16, CPU, 2, 4, 2, None, 5, True, 6, 2, 2, True, True, True, False),
     "look_up_drafts": (torch.int64, CPU, 6, 2, True, True, True, False),
-    "finish_step": (BF16, torch.int64, CPU, 4, 2000, 5, True, True, False),
+    "finish_step": (BF16, torch.int64, CPU, 4, 2000, 5, True, True, True, False),
     "round_rows": (BF16, torch.int8, CPU, 48),
     "choose_experts": (BF16, torch.float32, CPU, 16, 3, "sigmoid", True, 4, 2, 2, True, False),
     "gated_delta_prefill": (BF16, BF16, torch.float32, CPU, 12, 20, 2, 4, False),

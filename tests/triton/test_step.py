@@ -16,21 +16,27 @@ BEFORE = (3, -1, 2**62, -(2**63), 5)
 
 
 def finished(logits, extra=None, run=routed):
-    """Returns (copy, tokens, digests, doubt)."""
+    """Returns (copy, tokens, digests, doubt, probability)."""
     device = logits.device
     out, tokens = torch.full_like(logits, 7), torch.full(logits.shape[:2], -1, device=device)
     digests, doubt = torch.tensor(BEFORE, device=device), torch.zeros((), device=device)
-    run("finish_step", logits, out, tokens, digests, doubt, extra)
-    return out, tokens, digests, doubt
+    probability = torch.full((1,), -1.0, device=device)
+    run("finish_step", logits, out, tokens, digests, doubt, extra, probability)
+    return out, tokens, digests, doubt, probability
 
 
 def check(logits, extra=None):
-    out, tokens, digests, doubt = finished(logits, extra)
+    out, tokens, digests, doubt, probability = finished(logits, extra)
     assert torch.equal(out.view(torch.uint8), logits.view(torch.uint8))
     assert torch.equal(tokens, logits.argmax(-1))
     digest = sum_of_bits([logits, tokens, *([] if extra is None else [extra])])
     assert digests.tolist() == [*BEFORE[1:], int(digest)]
     assert bool(doubt == 0) == bool(logits.isfinite().all())
+    expected = logits[-1, -1].double().softmax(-1)[tokens[-1, -1]].cpu()
+    assert probability.double().cpu() == pytest.approx(float(expected), rel=1e-5, nan_ok=True)
+    without = [torch.empty_like(logits), torch.zeros_like(tokens), torch.tensor(BEFORE, device=logits.device)]
+    routed("finish_step", logits, *without, torch.zeros_like(doubt), extra)
+    assert torch.equal(without[1], tokens) and torch.equal(without[2], digests)
 
 
 @each_dtype
@@ -98,7 +104,7 @@ def test_unsupported_steps_use_pytorch(logits, word):
     out, tokens = logits.detach().clone(), torch.zeros(logits.shape[:2], dtype=torch.int64)
     digests, doubt = torch.zeros(5, dtype=torch.int64), torch.zeros(())
     words = logits.detach().view(torch.int32)
-    spec = FinishStepSpec(*_specification(FinishStepCall(logits, words, out, tokens, digests, doubt, None)))
+    spec = FinishStepSpec(*_specification(FinishStepCall(logits, words, out, tokens, digests, doubt, None, None)))
     assert word in step.refuses(spec, describe(logits.device))
     ops.finish_step(logits.detach(), out, tokens, digests, doubt)
     assert torch.equal(tokens, logits.argmax(-1))

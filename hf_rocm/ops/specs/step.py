@@ -99,14 +99,15 @@ class FinishStepCall(NamedTuple):
     digests: Tensor
     doubt: Tensor
     further: Tensor | None
+    probability: Tensor | None
 
 
 class FinishStepSpec(NamedTuple):
     """The specification of `finish_step`.
 
     words_dtype: the dtype of the integers with the bits of the logits. rows: B · N. dim: V. kept: the number of
-    digests. further: whether there is a digest of further tensors. contiguous: whether the logits, their words, out,
-    tokens and digests are.
+    digests. further: whether there is a digest of further tensors. probable: whether the probability of the last token
+    is computed. contiguous: whether the logits, their words, out, tokens and digests are.
     """
 
     dtype: torch.dtype
@@ -116,6 +117,7 @@ class FinishStepSpec(NamedTuple):
     dim: int
     kept: int
     further: bool
+    probable: bool
     contiguous: bool
     grad: bool
 

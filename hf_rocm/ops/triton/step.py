@@ -135,7 +135,7 @@ def parts(count: int, dim: int) -> int:
 
 
 def finish_step(call: FinishStepCall) -> tuple[Tensor, ...]:
-    """See `hf_rocm.ops.finish_step`. Returns tokens, digests and doubt."""
+    """See `hf_rocm.ops.finish_step`. Returns the tensors that were written to, without out."""
     result: tuple[Tensor, ...] = _finish_step(*call)
     return result
 
@@ -144,26 +144,27 @@ def finish_step(call: FinishStepCall) -> tuple[Tensor, ...]:
 def _finish_step(*arguments: Any) -> tuple[Tensor, ...]:
     from hf_rocm.ops.triton.kernels.step import finish_kernel, logits_kernel
 
-    logits, words, out, tokens, digests, doubt, further = FinishStepCall(*arguments)
+    logits, words, out, tokens, digests, doubt, further, probability = FinishStepCall(*arguments)
     count, dim = tokens.numel(), logits.shape[-1]
     pieces = parts(count, dim)
     largest = tokens.new_empty((2, count * pieces))
     wrong = tokens.new_empty(count * pieces, dtype=torch.int32)
+    exponentials = None if probability is None else doubt.new_empty((2, count * pieces))
     launch(
         logits_kernel,
         (pieces, count),
-        (logits, words, out, largest[0], largest[1], wrong, dim, words.numel()),
+        (logits, words, out, largest[0], largest[1], wrong, exponentials, dim, words.numel()),
         {"PARTS": pieces, "BLOCK": BLOCK},
         num_warps=warps(256, logits.device),
     )
     launch(
         finish_kernel,
         (1,),
-        (largest[0], largest[1], wrong, further, tokens, digests, doubt, count),
+        (largest[0], largest[1], wrong, exponentials, further, tokens, digests, doubt, probability, count),
         {"PARTS": pieces, "ROWS": power_of_two(count), "KEPT": len(digests), "SLOTS": power_of_two(len(digests))},
         num_warps=1,
     )
-    return tokens, digests, doubt
+    return (tokens, digests, doubt) if probability is None else (tokens, digests, doubt, probability)
 
 
 def append_refuses(spec: AppendTokensSpec, device: Device) -> str | None:

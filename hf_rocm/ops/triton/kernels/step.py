@@ -1,7 +1,7 @@
 """The start and the end of a decode step.
 
 At the start: positions, lengths, masks, rows of the cache, and token ids. At the end: the largest logits, a copy and a
-digest of all logits, and a check for values that are not finite. Other kernels append the chosen tokens after the
+digest of all logits, a check for values that are not finite, and the probability of a token. Other kernels append the chosen tokens after the
 logits have been processed, and look up drafts in the earlier tokens.
 
 A logit and its column are packed into one integer. These integers are ordered by logit and, among equal logits, by
@@ -158,6 +158,7 @@ def logits_kernel(
     largest,  # [R, PARTS] int64, packed
     sums,  # [R, PARTS] int64
     wrong,  # [R, PARTS] int32, the number of logits that are not finite
+    exponentials,  # [2, R, PARTS] fp32: a number c that is at least every logit, and the sum of exp(logit - c); or None
     dim,  # V
     count,  # W
     PARTS: tl.constexpr,
@@ -172,6 +173,9 @@ def logits_kernel(
     size = tl.cdiv(dim, PARTS)
     best = tl.full([BLOCK], LEAST, tl.int64)
     bad = tl.zeros([BLOCK], tl.int32)
+    # The smallest finite number: the difference of two infinities is NaN.
+    limit = tl.full([BLOCK], -3.4028234663852886e38, tl.float32)
+    exponential = tl.zeros([BLOCK], tl.float32)
     for at in tl.range(0, size, BLOCK):
         column = part * size + at + lane
         valid = (at + lane < size) & (column < dim)
@@ -182,6 +186,10 @@ def logits_kernel(
         # For torch.argmax, -0 equals 0.
         wide = tl.where(wide == 0.0, 0.0, wide)
         best = tl.maximum(best, tl.where(valid, pack(wide, column, 2147483648), LEAST))
+        if exponentials is not None:
+            before = limit
+            limit = tl.maximum(limit, tl.where(valid, wide, before))
+            exponential = exponential * tl.exp(before - limit) + tl.where(valid, tl.exp(wide - limit), 0.0)
     index = row * PARTS + part
     share = tl.cdiv(count, PARTS * tl.num_programs(1))
     total = tl.zeros([BLOCK], tl.int64)
@@ -192,17 +200,24 @@ def logits_kernel(
     tl.store(largest + index, tl.max(best, 0))
     tl.store(sums + index, tl.sum(total, 0))
     tl.store(wrong + index, tl.sum(bad, 0))
+    if exponentials is not None:
+        highest = tl.max(limit, 0)
+        tl.store(exponentials + index, highest)
+        totals = exponentials + PARTS * tl.num_programs(1)
+        tl.store(totals + index, tl.sum(exponential * tl.exp(limit - highest), 0))
 
 
 @triton.jit
 def finish_kernel(
-    largest,  # this argument and the next two are as in `logits_kernel`
+    largest,  # this argument and the next three are as in `logits_kernel`
     sums,
     wrong,
+    exponentials,
     further,  # [1] int64, added to the digest, or None
     tokens,  # [R] int64
     digests,  # [KEPT] int64
     doubt,  # [] fp32
+    probability,  # [1] fp32, the probability of the last token; or None
     count,  # R
     PARTS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -220,6 +235,12 @@ def finish_kernel(
         digest += tl.load(further)
     bad = tl.sum(tl.sum(tl.load(wrong + at, mask=valid, other=0), 1), 0)
     tl.store(doubt, tl.load(doubt) + bad.to(tl.float32))
+    if exponentials is not None:
+        last = (count - 1) * PARTS + tl.arange(0, PARTS)
+        limit = tl.load(exponentials + last)
+        total = tl.sum(tl.load(exponentials + count * PARTS + last) * tl.exp(limit - tl.max(limit, 0)), 0)
+        # The exponential of the largest logit is 1.
+        tl.store(probability, 1.0 / total)
     slot = tl.arange(0, SLOTS)
     earlier = tl.load(digests + slot + 1, mask=slot < KEPT - 1, other=0)
     tl.store(digests + slot, tl.where(slot == KEPT - 1, digest, earlier), mask=slot < KEPT)
@@ -328,23 +349,26 @@ def _look_up_build(tokens: int, ngram: int) -> Build:
     )
 
 
-def _logits_build(parts: int, *, dtype: str = "bf16", words: str = "i64") -> Build:
+def _logits_build(parts: int, *, dtype: str = "bf16", words: str = "i64", probable: bool = False) -> Build:
     tensors = {"logits": dtype, "words": words, "out": dtype, "largest": "i64", "sums": "i64", "wrong": "i32"}
+    tensors |= {"exponentials": "fp32"} if probable else {}
     return Build(
         logits_kernel,
         {**{name: f"*{kind}" for name, kind in tensors.items()}, "dim": "i32", "count": "i32"},
-        {"PARTS": parts, "BLOCK": 1024},
+        {**({} if probable else {"exponentials": None}), "PARTS": parts, "BLOCK": 1024},
         threads=256,
         divisible=("dim", "count"),
     )
 
 
-def _finish_build(parts: int, rows: int, *, further: bool = False) -> Build:
-    names = ("largest", "sums", *(["further"] if further else []), "tokens", "digests")
+def _finish_build(parts: int, rows: int, *, further: bool = False, probable: bool = False) -> Build:
+    absent = (*(() if further else ("further",)), *(() if probable else ("exponentials", "probability")))
+    types = {**dict.fromkeys(("largest", "sums", "further", "tokens", "digests"), "*i64"), "wrong": "*i32"}
+    types |= {**dict.fromkeys(("exponentials", "doubt", "probability"), "*fp32"), "count": "i32"}
     return Build(
         finish_kernel,
-        {**dict.fromkeys(names, "*i64"), "wrong": "*i32", "doubt": "*fp32", "count": "i32"},
-        {**({} if further else {"further": None}), "PARTS": parts, "ROWS": rows, "KEPT": 5, "SLOTS": 8},
+        {name: kind for name, kind in types.items() if name not in absent},
+        {**dict.fromkeys(absent), "PARTS": parts, "ROWS": rows, "KEPT": 5, "SLOTS": 8},
         num_warps=1,
     )
 
@@ -378,8 +402,10 @@ BUILDS = (
     _logits_build(16, dtype="fp16"),
     _logits_build(64, dtype="fp32"),
     _logits_build(128, words="i16"),
+    _logits_build(128, probable=True),
     _finish_build(128, 1),
     _finish_build(16, 32, further=True),
+    _finish_build(128, 2, probable=True),
     _append_build(1, 0, padded=False),
     _append_build(1, 3),
     _append_build(32, 1),

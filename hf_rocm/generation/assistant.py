@@ -147,7 +147,7 @@ class Rounds:
             return
         self._accepted = accepted
         expected = torch.cat((before, selected[:, : len(accepted)]), dim=1)
-        # The limit falls by one at most. Fewer drafts than the limit are probably as many as in the last round.
+        # The limit falls by at most one. After a round with fewer drafts than its limit, the next one is probably as long.
         following = min(len(drafts), last.limit - 1, self.limit - expected.shape[1] - 1)
         self._drafts.begin(self.model, self._settings, expected, max(following, 1), threshold=last.threshold)
 
@@ -216,7 +216,7 @@ def _updates(change: Change) -> Callable[..., Any]:
 
 
 def _rounds_with(generator: Any, change: Change) -> Rounds | None:
-    """Return the rounds in which this candidate generator may skip `generate`, or None. change: of its class."""
+    """Return the rounds in which this candidate generator may skip `generate`, or None. change: that of its class."""
     rounds = _thread.rounds if change.live and type(generator) is change.owner else None
     return rounds if rounds is not None and rounds.model is generator.assistant_model else None
 

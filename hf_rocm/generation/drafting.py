@@ -201,14 +201,20 @@ class Drafts:
         kv.level(before)
 
     def take(self) -> Begun | None:
-        """Return the round that `begin` has begun, once. Removes keys that it has overwritten from the cache."""
+        """Return the round that `begin` began; None if there is none, or if it was taken already.
+
+        Keys that its steps have overwritten are removed from the cache.
+        """
         begun, self._begun = self._begun, None
         if begun is not None:
             self._runner.cache.level(min(begun.place[0], self._runner.cache.length))
         return begun
 
     def last_probability(self) -> list[float]:
-        """Return the probability of the last round's last draft, [] if `of` or an earlier call has returned it."""
+        """Return a list with the probability of the last round's last draft.
+
+        It is empty if the probability was not needed, or if `of` or an earlier call has returned it.
+        """
         rest, unread = self._rest, self._unread
         self._rest, self._unread = [], []
         return rest + [values.read()[1] for values in unread]
@@ -284,7 +290,7 @@ class _Values:
         self._sent: Any = torch.cuda.Event() if on_gpu else None
 
     def send(self, step: RecordedStep, *, probable: bool, ends: bool) -> None:
-        """Start to copy the values of a step's last token. probable, ends: whether the probability, the token is read.
+        """Start copying the values of a step's last token. probable: copy the probability. ends: copy the token.
 
         The probability is that of `ConfidenceCriteria`, which receives the logits in fp32.
         """

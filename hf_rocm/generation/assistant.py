@@ -147,7 +147,7 @@ class Rounds:
             return
         self._accepted = accepted
         expected = torch.cat((before, selected[:, : len(accepted)]), dim=1)
-        # The limit falls by at most one. After a round with fewer drafts than its limit, the next one is probably as long.
+        # The limit falls by at most one. A round with fewer drafts than its limit is probably followed by one as long.
         following = min(len(drafts), last.limit - 1, self.limit - expected.shape[1] - 1)
         self._drafts.begin(self.model, self._settings, expected, max(following, 1), threshold=last.threshold)
 

@@ -107,7 +107,7 @@ def _hints(
     missing = [state.model for state in unmet if state.installed in (Installed.NO, Installed.OLD, Installed.FOREIGN)]
     hints = []
     if differing and newer is not None:
-        hints.append(f"run `{pip(newer.newest)}`, the newest release that hf-rocm was checked with")
+        hints.append(f"run `{pip(newer.newest)}` for the newest release that hf-rocm was checked with")
     elif differing:
         hints.append(f"run `hf-rocm status --diff {differing[0]}` to see what differs")
     elif missing:

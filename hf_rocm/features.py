@@ -2,7 +2,7 @@
 
 These internals change far more often than the models do. `overlays/features.toml` records the digests of every part in
 each release (scripts/refresh-digests updates it). If a digest differs, or a part was replaced in this process, the
-features that depend on it are disabled with a reason. No overlay depends on these features.
+features that depend on it are disabled with a reason. Overlays are applied even if a feature is disabled.
 """
 
 from __future__ import annotations

@@ -156,7 +156,8 @@ def differs(model: Any, padded: Sequence[Tensor], whole: Sequence[Tensor]) -> st
         allowed = _ROUNDINGS * torch.finfo(other.dtype).eps * math.sqrt(layers) * magnitude
         if not difference <= allowed:
             return (
-                f"a padded forward differed from the unpadded one by {difference:.3g}; rounding explains {allowed:.3g}"
+                f"a padded forward differed from the unpadded one by {difference:.3g}; "
+                f"rounding explains at most {allowed:.3g}"
             )
     return None
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from hf_rocm import features, patches
@@ -147,7 +146,7 @@ class Rounds:
             return
         self._accepted = accepted
         tokens = before, selected[:, : len(accepted)]
-        # The limit falls by one at most. Fewer drafts than the limit are probably as many as in the last round.
+        # The limit falls by at most one. A round with fewer drafts than its limit is probably followed by one as long.
         following = min(len(drafts), last.limit - 1, self.limit - last.length - len(accepted) - 1)
         self._drafts.begin(self.model, self._settings, tokens, max(following, 1))
 
@@ -214,7 +213,7 @@ def _updates(change: Change) -> Callable[..., Any]:
 
 
 def _rounds_with(generator: Any, change: Change) -> Rounds | None:
-    """Return the rounds in which this candidate generator may skip `generate`, or None. change: of its class."""
+    """Return the rounds in which this candidate generator may skip `generate`, or None. change: that of its class."""
     rounds = _thread.rounds if change.live and type(generator) is change.owner else None
     return rounds if rounds is not None and rounds.model is generator.assistant_model else None
 

@@ -121,7 +121,7 @@ class DecodeCache(Cache):
             layer.rows += self.tokens
 
     def rewind(self) -> None:
-        """Forget the tokens of the last step, so that it can run again."""
+        """Drop the tokens of the last step, so that it can run again."""
         for layer in self.attending:
             layer.rows -= self.tokens
 
@@ -137,7 +137,7 @@ class DecodeCache(Cache):
         return self.length - self._settled
 
     def back(self, steps: int) -> None:
-        """Forget the `steps` tokens (at most `steady`) before the current step. Call `aim` again before a step runs."""
+        """Drop the `steps` tokens (at most `steady`) before the current step. Call `aim` again before a step runs."""
         for layer in self.attending:
             layer.rows -= steps
 
@@ -333,7 +333,7 @@ class DecodeCache(Cache):
         self.stand_for(None)
 
     def crop(self, tokens: int) -> None:
-        """Forget the last `-tokens` tokens: the step that ran before the late stop check, or drafts that were rejected.
+        """Drop the last `-tokens` tokens: the step that ran before the late stop check, or drafts that were rejected.
 
         In a call that verifies drafts, tokens > 0 (or 0 if `_CROPS_TO_A_LENGTH`) is the new length; it may be a tensor.
         """

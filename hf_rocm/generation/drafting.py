@@ -199,14 +199,20 @@ class Drafts:
         kv.level(before)
 
     def take(self) -> Begun | None:
-        """Return the round that `begin` has begun, once. Removes keys that it has overwritten from the cache."""
+        """Return the round that `begin` began; None if there is none, or if it was taken already.
+
+        Keys that its steps have overwritten are removed from the cache.
+        """
         begun, self._begun = self._begun, None
         if begun is not None:
             self._runner.cache.level(min(begun.place[0], self._runner.cache.length))
         return begun
 
     def last_probability(self) -> list[float]:
-        """Return the probability of the last round's last draft, [] if `of` or an earlier call has returned it."""
+        """Return a list with the probability of the last round's last draft.
+
+        It is empty if the probability was not needed, or if `of` or an earlier call has returned it.
+        """
         rest, unread = self._rest, self._unread
         self._rest, self._unread = [], []
         return rest + [values.read()[1] for values in unread]
@@ -286,7 +292,7 @@ class _Values:
         self._sent: Any = torch.cuda.Event() if on_gpu else None
 
     def send(self, draft: Tensor) -> None:
-        """Start to copy the values. draft: that of a `RecordedStep`."""
+        """Start copying the values. draft: that of a `RecordedStep`."""
         self._pinned.copy_(draft, non_blocking=True)
         if self._sent is not None:
             self._sent.record(torch.cuda.current_stream(draft.device))

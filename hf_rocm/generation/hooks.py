@@ -48,7 +48,7 @@ def switch_on(model: Any, graphs: bool | None, mode: str = ON) -> str | None:
     """Enable recorded decode steps for this prepared model. Returns None, or the reason why they are not enabled.
 
     graphs: True requires recorded steps, False disables them, None follows `HF_ROCM_GRAPHS`. mode: the devices on which
-    hf_rocm prepares the inputs of steps, as in `overlay.bind`. Raises `GraphError` if recorded steps are required and
+    hf_rocm prepares the inputs of steps, as in `overlay.bind`. Raises `GraphError` if graphs are required and steps
     can't be recorded.
     """
     switch_off(model)

@@ -113,7 +113,7 @@ class Attempt:
 
     def _refuses(self, ranks: Agreement) -> str | None:
         if self._positional or self.arguments.get("synced_gpus"):
-            return "the call was not made by generate, or it has synced_gpus"
+            return "the call was not made by generate, or it sets synced_gpus"
         if self._streamer is not None and ranks.group is not None:
             return "a streamer on one of several ranks has received them"
         for piece in _processors(self.arguments):

@@ -59,7 +59,7 @@ class HostCopy:
         self._tensor: Tensor | None = None  # keeps the memory of the tensor until the copy has ended
 
     def send(self, tensor: Tensor) -> None:
-        """Start to copy a tensor of the same shape and dtype."""
+        """Start copying a tensor of the same shape and dtype."""
         if self._sent is None:
             self._copy.copy_(tensor)
             return
@@ -86,7 +86,7 @@ class HostCopies:
         self._copies: dict[tuple[int, ...], HostCopy] = {}
 
     def send(self, tensor: Tensor) -> HostCopy:
-        """Start to copy a tensor. The result is overwritten by the next tensor of this shape."""
+        """Start copying a tensor. The result is overwritten by the next tensor of this shape."""
         shape = tuple(tensor.shape)
         if shape not in self._copies:
             self._copies[shape] = HostCopy(shape, tensor.dtype, tensor.device)

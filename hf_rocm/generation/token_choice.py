@@ -122,8 +122,9 @@ def of_call(model: Any, arguments: Mapping[str, Any]) -> Choice | None:
 
 
 def may_stand_in(model: Any, arguments: Mapping[str, Any], *, feature: str, methods: Sequence[str] = (UPDATE,)) -> bool:
-    """Return whether a loop of `generate` may handle stand-ins: no method that receives one is overridden, and only the
-    loop reads scores and logits.
+    """Return whether a loop of `generate` may handle stand-ins.
+
+    It may if no method that receives a stand-in is overridden, and if only the loop reads scores and logits.
 
     arguments: the keyword arguments of the loop. methods: the methods of the model that receive a stand-in.
     """

@@ -1,8 +1,8 @@
 """finish_step: compute the outputs of a recorded decode step from its logits in one operation.
 
 The outputs are a copy of the logits, the tokens with the largest logits, a digest with which replays are compared, a
-check for values that are not finite, and, in a step that drafts a token, the probability of this token. In separate operations, they take fifteen kernels, most of which are so small
-that they take longer to launch than to run.
+check for values that are not finite, and, in a step that drafts a token, the probability of this token. In separate
+operations, they take fifteen kernels or more, most of which are so small that they take longer to launch than to run.
 """
 
 from __future__ import annotations

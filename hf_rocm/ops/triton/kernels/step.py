@@ -1,8 +1,8 @@
 """The start and the end of a decode step.
 
 At the start: positions, lengths, masks, rows of the cache, and token ids. At the end: the largest logits, a copy and a
-digest of all logits, a check for values that are not finite, and the probability of a token. Other kernels append the chosen tokens after the
-logits have been processed, and look up drafts in the earlier tokens.
+digest of all logits, a check for values that are not finite, and the probability of a token. Other kernels append the
+chosen tokens after the logits have been processed, and look up drafts in the earlier tokens.
 
 A logit and its column are packed into one integer. These integers are ordered by logit and, among equal logits, by
 descending column. So a maximum, computed in two stages, selects the first of the largest logits.

@@ -124,7 +124,8 @@ def rocm_release(*, rocm: str | None = None, torch: str | None = None, hip: str 
 
     rocm: `torch.version.rocm`, present since PyTorch 2.10; None in earlier releases. torch: `torch.__version__`, in
     which wheels state it as `2.10.0+rocm7.2.4`. hip: `torch.version.hip`, such as `7.2.26015-4179531dcd`: its third
-    number is a build number, and from ROCm 10 on its first two numbers are HIP's own version.
+    number is a build number, and from ROCm 10 on its first two numbers are HIP's own version. Returns None if none of
+    them contains a release.
     """
     local = (torch or "").partition("+rocm")[2]
     known = [numbers for numbers in map(_numbers, (rocm, local, hip)) if numbers]

@@ -75,7 +75,7 @@ def fallback_reason(
     mask: the attention mask that the model passes. arguments: the call's other keyword arguments. dropout: the
     probability that would be applied in training, or the module that stock calls. extra_reason: a reason from the
     overlay. beyond_sdpa: the model's attention has terms that SDPA lacks, so that transformers' default for it is
-    `eager`. pages: the overlay serves paged flash attention: it passes `arguments` and the layer's terms to
+    `eager`. pages: the overlay serves paged flash attention, for which it passes `arguments` and the layer's terms to
     `visible_keys`.
     The reason is stored on the module for `explain`, except while torch.compile or torch.export traces.
     """
@@ -257,7 +257,7 @@ def visible_keys(
         causal = config is None or config._attn_implementation != "eager"
     if causal and 1 < s_q < s_k:
         # There is no mask, and there are more keys than queries: transformers relies on SDPA's top-left alignment to
-        # prefill an empty static cache. The keys beyond the queries are not written yet.
+        # prefill an empty static cache. The keys beyond the queries have not been written yet.
         key, value = key[:, :, :s_q], value[:, :, :s_q]
     return key, value, {"causal": causal and s_q > 1, "mask": None, "padded": None}
 

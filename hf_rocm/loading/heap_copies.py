@@ -77,7 +77,7 @@ def _open_through_heap(change: Change) -> Callable[..., Any]:
 
 
 class _Wrapper:
-    """A proxy: attributes that it lacks are those of the wrapped object."""
+    """A proxy: attributes that it lacks are read from the wrapped object."""
 
     def __init__(self, wrapped: Any, device: Any) -> None:
         self._wrapped, self._device = wrapped, device

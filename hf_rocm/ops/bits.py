@@ -59,5 +59,5 @@ def append_digest(digests: Tensor, digest: Tensor) -> None:
 
 
 def add_doubt(doubt: Tensor, values: Tensor) -> None:
-    """Add 0 to doubt, [] fp32, if all values are finite, and NaN otherwise, or if their sum overflows fp32."""
+    """Add 0 to doubt, [] fp32, or NaN if a value is not finite or the sum of the values overflows fp32."""
     doubt.add_(rows(values).sum(-1, dtype=torch.float32).sum(), alpha=0)

@@ -1,6 +1,6 @@
 """decode_attention: attention of the last few queries over caches whose lengths are known only on the device.
 
-The last slots of a static cache may not be written yet. Its length changes with every step, but only on the device,
+The last slots of a static cache may be unwritten. Its length changes with every step, but only on the device,
 so that a recorded graph of the step stays valid. A sliding cache rolls: once it is full, it contains the last S keys.
 """
 

@@ -87,7 +87,7 @@ class Nested(NamedTuple):
         return (numbers * factors[:, 0] + factors[:, 1]).view(scale.shape)
 
     def of_rows(self, rows: slice, groups: int) -> Nested:
-        """Select rows of scales [N, groups]. The first of them must start a block of 256 scales."""
+        """Select rows of scales [N, groups]. The first row must start a block of 256 scales."""
         stop = None if rows.stop is None else -(-rows.stop * groups // PER_FACTOR)
         return self._replace(factors=self.factors[(rows.start or 0) * groups // PER_FACTOR : stop])
 

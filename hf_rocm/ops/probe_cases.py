@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_rocm.ops.registry import Case, operations
 from hf_rocm.tolerance import allowed_error
 
-# An odd length of more than one tile of 32.
+# An odd length, longer than one tile of 32.
 LENGTH = 37
 # Above 128 queries, aiter prefers its assembly kernels.
 LONG = 160

@@ -57,7 +57,7 @@ def quantized_linear(
     """rms_norm(x) (s · W)ᵀ + b, then the gate, then + residual; the norm, gate and residual only if given.
 
     x: [..., K] fp64, fp32, fp16 or bf16; weight: [N, K] int8 or fp8 with scale [N] fp32, or [⌈N / 128⌉, ⌈K / 128⌉] fp32
-    for blocks, or [N, K / 8] int32 with scale [N, K / group], see `four_bit.quantize_groups`; bias: [N] or None.
+    for blocks, or [N, K / 8] int32 with scale [N, K / group] (see `four_bit.quantize_groups`); bias: [N] or None.
     shuffled: the weight is in the order of `eight_bit.shuffle_rows`. round_input: round the rows of x to the format of
     W; ignored unless W has 8 bits and one scale per row. norm, activation, residual: as in `fused_linear`. zeros, code,
     nested: the zero points of the groups, the name of the 4-bit format, and how uint8 scales are decoded; see

@@ -143,7 +143,7 @@ class Catalog:
         return [overlay for overlay in overlays if overlay is not None]
 
     def newest(self, model: str) -> Overlay | None:
-        """The overlay of a model for the newest releases that have one, whichever release is installed."""
+        """The overlay of a model for the newest releases that have one, whichever release is installed; or None."""
         return next((d.overlay(model) for d in reversed(self.directories) if model in d.files), None)
 
     def ranges(self, model: str | None = None) -> list[str]:

@@ -97,7 +97,7 @@ def _require(state: FileState, *, strict: bool) -> None:
 
 
 def _process_group(across_ranks: bool | None) -> object | None:
-    """Return torch.distributed if the ranks should be compared. Looks it up and never imports it."""
+    """Return torch.distributed if the ranks should be compared, else None. Looks it up and never imports it."""
     if across_ranks is False:
         return None
     distributed = sys.modules.get("torch.distributed")

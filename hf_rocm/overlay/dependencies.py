@@ -199,7 +199,7 @@ def _enclosed(function: FunctionType) -> Iterator[tuple[str, Any]]:
         try:
             value = cell.cell_contents
         except ValueError:
-            # The variable is not assigned yet.
+            # The variable has not been assigned yet.
             continue
         if isinstance(value, FunctionType) or is_registry(value):
             yield name, value

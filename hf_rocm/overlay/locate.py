@@ -146,7 +146,8 @@ def _named(path: Path) -> Path:
     raise OverlayError(
         "there is no transformers at this path",
         facts={"path": path, "expected": "the package's directory, or the one that contains it"},
-        hint="python -c 'import importlib.util as u; print(u.find_spec(\"transformers\").origin)' shows yours",
+        hint="python -c 'import importlib.util as u; print(u.find_spec(\"transformers\").origin)' prints the path of "
+        "the installed one",
     )
 
 

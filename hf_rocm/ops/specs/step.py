@@ -11,8 +11,8 @@ from torch import Tensor
 class BeginStepCall(NamedTuple):
     """The arguments of `begin_step`, for a step of N tokens over a cache with up to two kinds of layers.
 
-    clock: [C, N] int64, which receives relative + position. Its second and third rows are the lengths of every token in
-    the two kinds of layers: the number of keys up to and including this token that were written to the buffer. mask:
+    clock: [C, N] int64, which receives relative + position. Its second and third rows are the lengths of the tokens in
+    the two kinds of layers: the number of keys up to and including a token that were written to the buffer. mask:
     [B, 1, N, L], the bytes of a bool mask (uint8) or an additive one, which receives the mask of the first kind: of the
     keys up to its length, a query sees the last `window` (None: all), but none before `starts`, [B]. If rolling, a
     length may exceed L, and the buffer contains the last L keys. hidden: the value of hidden keys in an additive mask;
@@ -50,8 +50,8 @@ class BeginStepSpec(NamedTuple):
     """The specification of `begin_step`.
 
     dtype: that of the masks; uint8 without masks. masks, places, sources: the number of masks, of tensors with rows,
-    and of tensors with tokens. batch: B of the masks; 1 without masks. tokens: N. starts, header: whether there are
-    any. clocks: C · N. masks_match: whether the masks agree in dtype and batch size. contiguous: whether all tensors
+    and of tensors with tokens. batch: B of the masks; 1 without masks. tokens: N. starts, header: whether they are
+    given. clocks: C · N. masks_match: whether the masks agree in dtype and batch size. contiguous: whether all tensors
     are.
     """
 

@@ -55,7 +55,7 @@ def attention_refuses(spec: AttentionSpec, device: Device) -> str | None:
     if spec.weights:
         return "the decode kernel doesn't return attention weights"
     if not (spec.one_query or spec.few_queries):
-        return "the decode kernel takes at most 16 queries, and several only with more keys than queries"
+        return "the decode kernel takes at most 16 queries, and several only if there are more keys than queries"
     return limits(spec, device) or _gain(spec, device)
 
 

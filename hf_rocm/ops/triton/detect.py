@@ -1,6 +1,6 @@
 """Whether the installed Triton can serve a device, determined once per process.
 
-torch installs its own Triton. It is imported lazily. A process on a CPU imports it only if the kernels are
+torch installs its own Triton, which is imported lazily. A process on a CPU imports it only if the kernels are
 interpreted (`TRITON_INTERPRET=1`), to test them without a GPU.
 """
 

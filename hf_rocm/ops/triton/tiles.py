@@ -17,7 +17,7 @@ NARROW = 4096
 MOST_SPLITS = 128
 # A piece with at least this many blocks of keys is always split.
 LONG = 64
-# with these numbers of keys and up to this many pieces, blocks on NVIDIA GPUs are short, see `plan`
+# with these numbers of keys and up to this many pieces, blocks on NVIDIA GPUs are short; see `plan`
 SHORT, FEW_PIECES = range(513, 1537), 8
 
 
@@ -177,7 +177,7 @@ def four_bit_tile(
     if rocm and gated and table and (arch or "").startswith("gfx11"):
         # With 32 rows, the compiler would spill registers.
         m = ROWS
-    # If unrolled, or with two blocks of short runs, AMD's compiler would keep all values in registers.
+    # With an unrolled loop, or with two blocks of short runs, AMD's compiler would keep all values in registers.
     if rocm:
         tile = FourBitTile(True, 16, 4 if run < 64 else 2, 128, 2, m)
     elif gated:

@@ -1,8 +1,7 @@
 """The chart of a comparison: panels with a bar and its spread per side, and a line for the roofline.
 
 A case has one panel. A load on servers has one for the time per token and one for each time in `figures.TIMES` that was
-measured.
-The picture is narrow, and labels and numbers are above the bars, so that it stays readable on a phone.
+measured. The picture is narrow, and labels and numbers are above the bars, so that it stays readable on a phone.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A word contains one number from each of eight runs along K (see `ops.four_bit`). The numbers of a run are multiplied by
 a contiguous piece of x, and the sum over a group is multiplied once by its scale. On AMD GPUs, a mask selects four
 numbers of a word, one per byte, and one instruction converts any byte to a float. On other GPUs, a shift and a logical
-operation put a number into the mantissa of a float. With a code, the numbers are looked up in registers, see `codes`.
+operation put a number into the mantissa of a float. With a code, the numbers are looked up in registers; see `codes`.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _vector(
     for group in tl.static_range(8 // RUNS):
         part = 0.0
         if table is None:
-            # x is multiplied by q, or by 1 or 16 plus q / 128; the product with the number for 0 is subtracted
+            # x is multiplied by q, or by c + q / 128 with c = 1 or 16; the product with the number for 0 is subtracted
             zero = 8.0
             if zeros is not None:
                 zero = piece(zeros + groups + group * STEP, inside, EVEN).to(tl.float32)

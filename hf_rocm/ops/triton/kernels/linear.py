@@ -313,7 +313,7 @@ def _build(
     scale = "fp32" if weight != "bf16" else ""
     tensors = {"x": "bf16", "weight": weight, "scale": scale, "bias": "", "residual": "bf16" * residual, "out": "bf16"}
     gated = activation is not None
-    # 8 bits with a gate or blocks are refused on RDNA 3, see `triton.quantized`
+    # 8 bits with a gate or blocks are refused on RDNA 3; see `triton.quantized`
     refused = GFX11 if scale and (gated or group) else ()
     served = tuple(gfx for gfx in ARCHITECTURES if gfx not in refused)
     tile = linear_tile(rows, n, 4096, gated, rocm=True, arch=arch)

@@ -76,7 +76,7 @@ def fill_file(folder: Path, *, device: torch.device, dtype: torch.dtype) -> None
     with (folder / MATRICES).open("r+b") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
         stream.seek(8 + size)
-        # The matrices are written in the order of the file.
+        # The header lists the matrices in the order in which the file stores them.
         for path, shape in shapes.items():
             values = torch.empty(shape, dtype=dtype, device=device)
             _randomize(values, f"{path} all", shape)

@@ -89,7 +89,7 @@ def _randomize(part: Tensor, name: str, whole: tuple[int, ...]) -> None:
 
 
 def _vectors(name: str, dtype: torch.dtype) -> dict[str, float]:
-    """Map every vector of a small one-layer model of the same class to the value of its elements, which are all equal."""
+    """Map every vector of a small one-layer model of this class to the value of its elements, which are all equal."""
     from hf_rocm.tools.bench.known_shapes import shape
 
     small = {key: value for key, value in _SMALL.items() if key in shape(name).settings}

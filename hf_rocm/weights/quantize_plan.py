@@ -42,7 +42,7 @@ def plan(
     head: bool = False,
     experts: Callable[[nn.Module], str | None] | None = None,
 ) -> tuple[list[Group], dict[str, str]]:
-    """Return the groups to quantise, and why each other linear layer or module of stacked experts keeps its dtype.
+    """Return the groups to quantise, and the reasons why other linear layers and stacked experts keep their dtype.
 
     refuses: a function that returns the reason why a weight can't be encoded, or None. head: also quantise the layer
     that computes the logits. experts: a function that returns the reason why stacked experts keep their dtype, or None.

@@ -29,7 +29,8 @@ class StoredExperts(Mxfp4Experts, StoredLayer):
         super().__init__(format, infos, experts.gate_up_proj.dtype)
         self.gate_up_proj_bias, self.down_proj_bias = experts.gate_up_proj_bias, experts.down_proj_bias
         self.activation, self.limit, self.alpha = CLAMPED, float(experts.limit), float(experts.alpha)
-        self.replaced = (experts,)  # in a tuple, so that it is not a child; its parameters stay on the meta device
+        # PyTorch does not register a module in a tuple as a child. Its parameters stay on the meta device.
+        self.replaced = (experts,)
         self.training = experts.training
 
     @classmethod

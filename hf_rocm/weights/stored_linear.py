@@ -1,6 +1,6 @@
 """Linear layers of a quantised checkpoint: as loaded by transformers, and with an encoded weight for hf_rocm's kernels.
 
-`StoredLinear` has the checkpoint's own tensors, so loading copies bytes. `hf_rocm.prepare` replaces it with an
+`StoredLinear` has the checkpoint's own tensors, so loading only copies bytes. `hf_rocm.prepare` replaces it with an
 `EncodedLinear`, whose state dict contains the same tensors, and `hf_rocm.restore` undoes the replacement.
 """
 

@@ -79,7 +79,7 @@ class _Reader:
                 raise Unknown(ast.unparse(statement).splitlines()[0]) from error
         complete = self.attention.parts and self.attention.output
         if not complete or (self.attention.rope_if and not self.attention.rope):
-            raise Unknown("no call of the attention interface")
+            raise Unknown("no call to the attention interface")
         return self.attention
 
     def _statement(self, statement: ast.stmt) -> None:

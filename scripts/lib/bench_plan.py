@@ -66,7 +66,7 @@ SEGMENTS: dict[str, Plan] = {
         )
         for ranks in (2, 4)
     },
-    # in fp32, two logits are unlikely to be equal within rounding errors, so all tokens must equal stock's
+    # in fp32, two logits are unlikely to be equal within rounding errors, so all tokens should equal stock's
     "tp-2-fp32": Plan("llama-70b", _decode((1, 1024)), rounds=1, layers=8, tp=2, dtype="float32"),
 }
 

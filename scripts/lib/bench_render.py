@@ -203,7 +203,7 @@ def starts(segment: Any) -> Iterator[str]:
     yield markdown(("", "warm-up cold, s", "warm-up, kernels cached, s", "peak GB", "reserved GB"), rows)
     yield ""
     yield (
-        "The first `generate` of a fresh process (prompt 1024, batch 1) minus the time of the third one. "
+        "Warm-up: the time of the first `generate` of a fresh process (prompt 1024, batch 1) minus that of the third. "
         f"Weights {weights / 1e9:.2f} GB; a static cache of this call is {cache / 1e9:.2f} GB."
     )
 

@@ -19,7 +19,7 @@ from lib.suites import Outcome
 MYPY_CACHE = ROOT / ".mypy_cache"
 FOLDERS = ("hf_rocm", "overlays", "scripts", "tests")
 
-# Tests that read only the sources. They run here and not with each release.
+# Tests that read only the sources. They run here, not with every release of transformers.
 RULES = ("tests/test_imports.py", "tests/test_comments.py")
 
 

@@ -252,7 +252,7 @@ def processor() -> str:
 
 
 def disturbed(results: dict[str, dict[str, Any]], keys: Iterable[str]) -> str | None:
-    """A sentence that states how much times of the same code differ, or None if they differ little."""
+    """A sentence about the differences between times of the same code, or None if they are small."""
     factors: dict[str, list[float]] = {"rounds": [], "rows": []}
     for key in keys:
         times = {way: result["fp32"][key] for way, result in results.items()}

@@ -76,7 +76,7 @@ def fill_file(folder: Path, *, device: torch.device, dtype: torch.dtype) -> None
     with (folder / MATRICES).open("r+b") as stream:
         (size,) = struct.unpack("<Q", stream.read(8))
         stream.seek(8 + size)
-        # The matrices are written in the order of the file.
+        # The header lists the matrices in the order in which the file stores them.
         for path, shape in shapes.items():
             values = torch.empty(shape, dtype=dtype, device=device)
             _randomize(values, f"{path} all", shape)
@@ -89,7 +89,7 @@ def _randomize(part: Tensor, name: str, whole: tuple[int, ...]) -> None:
 
 
 def _vectors(name: str, dtype: torch.dtype) -> dict[str, float]:
-    """Return, for every vector of a small model of the same class with one layer, the value of all of its elements."""
+    """Map every vector of a small one-layer model of this class to the value of its elements, which are all equal."""
     from hf_rocm.tools.bench.known_shapes import shape
 
     small = {key: value for key, value in _SMALL.items() if key in shape(name).settings}

@@ -165,7 +165,7 @@ def _follow(directory: Path, subject: Subject, ranks: int, progress: Progress) -
 
 @contextmanager
 def _started(directory: Path, subject: Subject, ranks: int) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Start the ranks' processes. Those that still run at the end of the block are killed."""
+    """Start the ranks' processes. Those that are still running at the end of the block are killed."""
     environment = options.environment()
     if subject.device.type == "cpu":
         # transformers shards over any visible accelerator.

@@ -140,7 +140,7 @@ def _replay_alone(model: Any) -> float | None:
 
 
 def sides(model: Any, names: list[str] | tuple[str, ...], *, encoder: bool) -> tuple[list[Side], dict[str, str]]:
-    """Return the sides with these names over one stock model, and the reasons why others are unavailable.
+    """Return the sides with these names for one stock model, and the reasons why others are unavailable.
 
     `model` itself becomes the model of the sides with hf_rocm, if any. Raises `OptionError` on an unknown name, or if
     Liger-Kernel does not support the model.

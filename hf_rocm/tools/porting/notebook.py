@@ -63,7 +63,8 @@ class _Positions:
 
     def __init__(self, text: str) -> None:
         self._text, self._position, self._line = text, 0, 1
-        self._misses = 100  # how often a search may fail: every failure reads the rest of the file
+        # The number of searches that may still fail. A failed search reads the rest of the file.
+        self._misses = 100
 
     def find(self, line: str) -> int:
         """Return the number of the first line in the file that contains this text, starting at the last result.

@@ -21,7 +21,7 @@ TITLES = {
     STATIC: "the same on a static cache",
     WINDOW: "a row longer than the sliding window",
 }
-# The largest number of positions that are compared per call, in all rows together. They are the last of each row.
+# The largest number of positions that are compared per call, in all rows together: the last ones of each row.
 KEPT = 96
 
 

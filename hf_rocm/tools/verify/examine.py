@@ -43,9 +43,9 @@ def examine(
 ) -> Examined:
     """Compare hf_rocm with the reference in one case.
 
-    within: a function that returns a context manager for a call of hf_rocm. recorded: a known reference, for example
-    from a golden file, which contains no intermediate activations. keep: keep the reference's intermediate activations
-    if they fit in memory.
+    within: a function that returns a context manager for a call in hf_rocm's runs. recorded: a known reference, for
+    example from a golden file, which contains no intermediate activations. keep: keep the reference's intermediate
+    activations if they fit in memory.
     """
     faults: dict[str, Fault] = {}
     layers: tuple[LayerError, ...] = ()

@@ -52,5 +52,5 @@ def of_config(config: Any) -> str:
 
 
 def differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
-    """Return the names whose checksums differ or that only one of the two has."""
+    """Return the names whose checksums differ, or that occur in only one of the mappings."""
     return [name for name in {**first, **second} if first.get(name) != second.get(name)]

@@ -44,7 +44,7 @@ def model(facts: Facts) -> Iterator[Finding]:
 def _needed(facts: Facts, named: ModelFacts) -> int:
     """Return the size of the weights in bytes after a plain from_pretrained.
 
-    Before release 5, transformers converts weights that are not quantised to fp32.
+    Before release 5, transformers converts unquantised weights to fp32.
     """
     release = version(facts.transformers.version)
     width = BYTES.get(named.dtype or "", 4)

@@ -1,4 +1,4 @@
-"""Imports of packages that only work with NVIDIA GPUs."""
+"""Imports of packages that work only with NVIDIA GPUs."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def _attention(modules: list[nn.Module], attention_modules: list[nn.Module], att
 
 
 def _recorded(model: nn.Module) -> str:
-    """The mark for recording: of the model's decode steps or, if the model does not generate, of its forwards."""
+    """The mark for recording the model's decode steps or, if the model does not generate, its forwards."""
     report = report_of(model)
     decisions = [report["graphs"]["off"]] if hasattr(model, "generate") else list(report["forwards"].values())
     if not decisions:

@@ -18,7 +18,7 @@ _DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def text_of(source: bytes | str, name: str) -> str:
-    """The code of a top-level definition or of a class member, without docstrings and annotations of functions.
+    """The code of a top-level definition or of a class member, without docstrings and function annotations.
 
     `A|B` means the first one that exists. The text is empty if there is no such definition.
     """

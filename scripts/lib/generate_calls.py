@@ -111,7 +111,7 @@ _TINY: dict[str, Any] = {
 def measure(
     calls: Sequence[Call], device: Any, *, rounds: int, progress: Callable[[str], None], tiny: bool
 ) -> Iterator[Outcome]:
-    """Measure every call on one row. tiny: use tiny models and three new tokens, for a test."""
+    """Measure every call with a batch size of 1. tiny: use tiny models and three new tokens, for a test."""
     import torch
 
     import hf_rocm
@@ -191,7 +191,7 @@ def _silence_layers(model: Any) -> None:
 
 
 def _assistant(model: Any) -> Any:
-    """A model of the first layers, which drafts the same number of tokens in every round."""
+    """A copy of the model with only its first layers, which drafts the same number of tokens in every round."""
     assistant = copy.deepcopy(model)
     assistant.model.layers = assistant.model.layers[:ASSISTANT_LAYERS]
     assistant.config.num_hidden_layers = ASSISTANT_LAYERS

@@ -103,7 +103,7 @@ class Size:
     new: int = 8
 
 
-# SMALL is for a CPU, where it takes seconds. LARGE is for a GPU in bf16, where host and kernels both take time.
+# SMALL is for a CPU, where it takes seconds. LARGE is for a GPU in bf16, where the host and the kernels both take time.
 SMALL, LARGE = Size(), Size(hidden=2048, layers=8, prompt=512, new=64)
 
 

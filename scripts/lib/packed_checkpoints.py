@@ -87,7 +87,7 @@ def write(
             files[number or "other"] |= {prefix + part: tensor for part, tensor in drawn[key].items()}
             nbytes += sum(tensor.nbytes for tensor in drawn[key].values()) if is_packed else 0
     facts = {"architectures": [cls.__name__], "quantization_config": packed.config(group)}
-    # The second name is that of transformers before 4.56.
+    # transformers before 4.56 reads the second name.
     facts |= dict.fromkeys(("dtype", "torch_dtype"), "bfloat16")
     _save(folder, files, {**config.to_dict(), **facts})
     return nbytes

@@ -93,9 +93,9 @@ def _entry(name: str, value: object) -> Iterator[str]:
 def prose(docstring: str, parameters: Collection[str] = ()) -> Iterator[str]:
     """Yield the paragraphs of a docstring in Markdown, with the names of parameters as code.
 
-    A line of the docstring begins a paragraph if the previous line ends a sentence and either the line begins with the
-    name of a parameter, or its first word would have fit on the previous line. A block with an indented line becomes a
-    code block, without other changes.
+    A line of the docstring begins a paragraph if the previous line ends a sentence and either the line begins with a
+    lower-case name and a colon, like the description of a parameter, or its first word would have fit on the previous
+    line. A block with an indented line becomes a code block, without other changes.
     """
     limit = LINE_LENGTH - 4
     for block in docstring.split("\n\n"):

@@ -7,7 +7,7 @@ import re
 
 from lib.attention_shape import Unknown
 
-# Statements that change no result: the product of two vectors has a single term, and autocast is switched off.
+# Statements that change no result: they disable autocast, and hf_rocm computes the angles in fp32 in any case.
 _IGNORED = re.compile(r"device_type = .*|with (?:torch\.autocast|maybe_autocast)\(device_type=device_type, .*\):")
 _BY_TYPE = r"""inv_freq = getattr\(self, f'\{layer_type\}_inv_freq'\)
 attention_scaling = getattr\(self, f'\{layer_type\}_attention_scaling'\)
@@ -17,6 +17,7 @@ _WIDE = rf"\.float\(\){_EXPAND}(?:\.to\(x\.device\))?|{_EXPAND}\.to\(dtype=torch
 _PRODUCT = rf"""inv_freq_expanded = SELFinv_freq\[None, :, None\](?:{_WIDE})
 position_ids_expanded = position_ids\[:, None, :\]\.float\(\)
 freqs = \(inv_freq_expanded(?:\.float\(\))? @ position_ids_expanded(?:\.float\(\))?\)\.transpose\(1, 2\)"""
+# Equal to `_PRODUCT`, because every element of its matrix product has a single term.
 _ELEMENTWISE = (
     r"freqs = position_ids\[\.\.\., None\]\.float\(\) \* SELFinv_freq\.to\(device=x\.device, dtype=torch\.float\)"
 )

@@ -62,7 +62,7 @@ class Outcome(NamedTuple):
 
     @property
     def wrong(self) -> bool:
-        """Whether hf_rocm's gap exceeds stock's by more than the allowed rounding error."""
+        """Whether hf_rocm's gap exceeds both limits that the module docstring gives."""
         return self.prepared.gap > max(2 * self.stock.gap, self.spread / 20)
 
 

@@ -126,7 +126,8 @@ UPSTREAM = f"{NEWEST}, its own tests"
 TRITON_TESTS = "tests/triton"
 INTERPRETED = f"{NEWEST}, Triton interpreted"
 
-# Tests of the interpreter of AMD's instructions, with the same Triton. `machine_code` runs the kernels on it.
+# Tests of the interpreter of AMD's instructions, with the same Triton. `machine_code` runs the kernels on this
+# interpreter.
 INSTRUCTION_TESTS = "tests/amdgcn"
 INSTRUCTIONS = f"{NEWEST}, AMD's instructions"
 

@@ -1,8 +1,8 @@
 """Barriers in the assembly that a wave can reach while its stores to LDS are in flight.
 
 A barrier orders only completed operations, so the compiler makes every wave wait for its stores to LDS first. Without
-this wait, another wave may read the bytes too early. A launch detects this only if it runs the path and two waves use
-the bytes.
+this wait, another wave may read the bytes too early. A launch detects this only if it executes that path and two waves
+access the bytes.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class Code:
         """Raise an error for faults in the program's text, whether a launch reaches them or not.
 
         Raises `Rounding` for a division that is not the compiler's sequence, and for a planted fault in a conversion. A
-        conversion that continues after a label is not recognised, so a program with a fault may have as many errors of
-        this kind as the compiled program. Raises `Race` for a barrier without a wait for earlier
+        conversion that continues after a label is not recognised, so even the compiled program may have errors of the
+        latter kind; a program with a fault may have as many. Raises `Race` for a barrier without a wait for earlier
         stores to LDS.
         """
         if self.checked is self.program:

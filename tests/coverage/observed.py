@@ -167,7 +167,7 @@ def _attention(modules: list[nn.Module], attention_modules: list[nn.Module], att
     stayed = sorted({reason for module in candidates if (reason := noted(module)) is not None})
     if stayed:
         return f"stock: {stayed[0]}"
-    # a module that contains another attention, or has no linear layers, does not count as an unserved attention
+    # a module that contains another attention module, or has no linear layers, does not count as unserved attention
     leaves = {
         type(module) for module in modules
         if type(module) in kinds and any(isinstance(child, nn.Linear) for _, child in module.named_children())
@@ -180,7 +180,7 @@ def _attention(modules: list[nn.Module], attention_modules: list[nn.Module], att
 
 
 def _recorded(model: nn.Module) -> str:
-    """The mark for recording: of the model's decode steps or, if the model does not generate, of its forwards."""
+    """The mark for recording the model's decode steps or, if the model does not generate, its forwards."""
     report = report_of(model)
     decisions = [report["graphs"]["off"]] if hasattr(model, "generate") else list(report["forwards"].values())
     if not decisions:

@@ -10,7 +10,7 @@ from hf_rocm.overlay import catalog
 from tests.coverage.case import Case
 from tests.releases import RELEASE, TESTED
 
-# cases that run in every release, with most kinds of input, mask and cache
+# cases whose `generate` is tested in every release, with most kinds of input, mask and cache
 EVERYWHERE = {
     "llama",
     "gemma2",

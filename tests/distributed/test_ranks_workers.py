@@ -38,7 +38,7 @@ print(json.dumps([transformers.__file__, sorted({route.operation for route in ro
 
 
 def test_concurrent_imports_use_the_overlay_and_write_no_source_file(whole_site, tmp_path):  # noqa: F811 - the fixture
-    # hard links to the original files suffice, because an installer replaces files and never writes into them
+    # hard links to the original files suffice, because the installer replaces files and never writes into them
     site = Site(tmp_path / "site")
     shutil.copytree(whole_site.path, site.path, copy_function=os.link)
     shutil.rmtree(site.root / "models" / "llama" / "__pycache__", ignore_errors=True)

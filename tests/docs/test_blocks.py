@@ -37,7 +37,7 @@ RUN = {
 NOT_RUN = {
     "hf-rocm install-overlays": "it writes to the environment; tests/cli/test_commands.py runs it on copies",
     "hf-rocm uninstall-overlays": "it writes to the environment; tests/cli/test_commands.py runs it on copies",
-    "hf-rocm status --diff": "it needs the wheel of another release; tests/cli/test_commands.py has one",
+    "hf-rocm status --diff": "it needs the wheel of another release; tests/overlay/test_newer_release.py creates one",
     "python -m hf_rocm": "it reads the environment's overlays; tests/cli/test_check_version.py runs it on copies",
     "hf-rocm warmup": "it builds kernels; tests/cli/test_model_commands.py",
     "hf-rocm env": "it examines the machine as doctor does; tests/cli/test_env.py",

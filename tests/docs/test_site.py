@@ -26,7 +26,7 @@ HEAD, END = '<table class="table table-striped table-hover">', "</table></div>"
 
 
 def rows(*lines: str) -> str:
-    """A table in the form in which mkdocs writes it; the first line is its head, and cells are separated by `|`."""
+    """A table as mkdocs writes it. The first line is the header row, and cells are separated by `|`."""
     head, *body = (line.split("|") for line in lines)
     cells = ["<tr>\n" + "".join(f"<td>{cell}</td>\n" for cell in line) + "</tr>\n" for line in body]
     names = "".join(f"<th>{name}</th>\n" for name in head)

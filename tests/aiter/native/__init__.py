@@ -1,9 +1,9 @@
 """Stand-ins for aiter's compiled kernels: slow, correct and strict.
 
 They raise if the real kernel would read wrong data (unsupported strides, a weight of another dtype) or would silently
-lose a gradient, so that a wrong call fails, and if they do not support an argument. The environment variable
-`STANDIN_BROKEN` contains the path of a file. If this file contains `name:fault`, the kernel `name` has this fault, for
-example `nan` or `crash`.
+lose a gradient. They also raise for arguments that they do not support. The environment variable `STANDIN_BROKEN`
+contains the path of a file. If this file contains `name:fault`, the kernel `name` has this fault, for example `nan` or
+`crash`.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ def attend(
     cap: float = 0.0,
     ends: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Grouped-query attention of [B, S, H, D], computed in fp32 and aligned bottom-right.
+    """Grouped-query attention of [B, S, H, D], computed in fp32, with the mask aligned to the bottom right.
 
-    ends: the running sum of the numbers of keys, if a row has fewer keys than S_k. Returns (output [B, S_q, H, D_v] in
+    ends: the cumulative numbers of keys, if some rows have fewer keys than S_k. Returns (output [B, S_q, H, D_v] in
     q's dtype, log-sum-exp [B, H, S_q] in fp32).
     """
     fault = broken(name)
@@ -49,7 +49,7 @@ def attend(
     if ends is not None and fault != "unwritten":
         need(
             ends.dtype == torch.int32 and len(ends) == len(q) + 1,
-            "the running sum of the lengths must be int32 with one entry more than there are rows",
+            "cumulative lengths must be int32, with one more entry than there are rows",
         )
         need(s_q == 1 and right < 0 and left < 0, "with lengths, this stand-in supports only single queries")
         seen = seen & (column < ends.diff()[:, None])[:, None, None, :]

@@ -22,7 +22,7 @@ def mask_reader(c: Compiling, operand: Operand) -> Callable[[State], np.ndarray]
     """Return a function that reads a scalar operand as a lane mask."""
     if operand.kind == "s":
         return lambda state: state.mask(operand.register)
-    # Only the constants 0 and -1 make sense as a mask.
+    # A constant mask, such as 0 (no lanes) or -1 (all lanes).
     if operand.kind == "constant":
         bits = operand.value & (1 << c.target.lanes) - 1
         fixed = np.array([[bits >> lane & 1 for lane in range(c.target.lanes)]], bool)

@@ -98,7 +98,7 @@ def _counts(c: Compiling) -> Step | None:
     )
     if not match:
         return None
-    # The number of leading bits that equal the sign.
+    # These instructions count the leading bits that equal the sign bit.
     signed = c.base in ("s_flbit_i32", "s_cls_i32")
     bits = 64 if match[2] == "64" or match[1].endswith("u64") else 32
     read, write = scalar_reader(c.operands[1], "U" if bits == 64 else "u"), put(c, c.operands[0])

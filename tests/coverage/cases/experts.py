@@ -44,7 +44,7 @@ QWEN3_NEXT = {
     "attention_bias": True,
 }
 RECURRENT = {"assisted": "it has a recurrent state"}
-CROPS = {"assisted": "some releases can't crop a cache of sliding windows"}
+CROPS = {"assisted": "some releases can't crop a sliding-window cache"}
 
 
 def moe_classes(name: str, new: str = "Experts") -> dict[str, str]:

@@ -241,7 +241,7 @@ MULTIMODAL = [
         experts={"99": "Ernie4_5_VLMoeMoeExperts"},
         since="5.3",
         kind="images in text",
-        unsupported_by_stock={"no cache": "its token types are those of the prompt"},
+        unsupported_by_stock={"no cache": "its token types cover only the prompt"},
     ),
     Case(
         "qwen3_omni_moe",
@@ -282,7 +282,7 @@ MULTIMODAL = [
         # With seed 0, the error of stock's gradients happens to be smaller than with other seeds.
         seed=3,
         unsupported_by_stock={
-            "static": "4.57 makes no mask for it",
+            "static": "4.57 creates no mask for it",
             "no cache": "it requires position ids, which are missing without a cache",
         },
     ),

@@ -89,7 +89,7 @@ SHAPES = [
         {**FALCON, "multi_query": True},
         ("FalconAttention",),
         variant="one key head",
-        unsupported_by_stock={"static": "up to 4.53 its static cache has a slot per query head"},
+        unsupported_by_stock={"static": "up to 4.53 its static cache has one key head per query head"},
     ),
     Case(
         "stablelm",

@@ -87,7 +87,7 @@ def test_a_queued_step_with_other_tokens_raises(pair, queued, monkeypatch):
 
 
 def test_a_queued_step_that_is_compared_is_checked_too(pair, queued, monkeypatch):
-    """After an alarm, the loop gets the logits of uncaptured steps and launches no step, so the check is made later."""
+    """After an alarm, the loop gets the logits of uncaptured steps and launches no step, so the check runs later."""
     prepared, stock = pair()
     for seed in (0, 1, 2, 3, 2):
         looked_up(prepared, repeating(seed))

@@ -1,4 +1,4 @@
-"""Functions that a user or a library replaced are called as in stock, even if steps were recorded before."""
+"""Replacements of functions by a user or a library are called as in stock, even if steps were recorded before."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from tests.replacing import replaced
 
 RELEASE = Version(transformers.__version__)
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-# model → its class, in the installed release; the type of layer is passed to the modules of `BY_TYPE`
+# model → the class of its rotary embedding. From the releases in `BY_TYPE` on, its forward takes the layer type.
 CLASSES = {
     "llama": "LlamaRotaryEmbedding",
     "gemma3": "Gemma3RotaryEmbedding",
@@ -74,7 +74,6 @@ def run_both(module, x, position_ids=IDS, *further, **keywords):
 def assert_equal(actual, stock):
     for one, other in zip(actual, stock, strict=True):
         assert one.dtype == other.dtype and not one.requires_grad
-        # stock's product is a matrix multiplication in older releases
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 

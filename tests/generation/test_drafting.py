@@ -109,7 +109,7 @@ def test_drafts_are_those_of_stock(schedule, noise, trio, drafts):
 
 
 def test_transformers_masks_padding_tokens_in_calls_without_a_mask(trio, drafts):
-    """From 5.0 on, transformers drops a mask without padding, and derives the assistant's from all tokens so far."""
+    """From 5.0 on, transformers drops a mask without padding, and derives the assistant's mask from all tokens."""
     prepared_pair, stock_pair = trio()
     token = int(assisted(stock_pair, repeating())[0, -9])
     for model in (prepared_pair[0], stock_pair[0]):

@@ -188,7 +188,7 @@ def test_tokens_that_a_users_criterion_has_received_raise(faulty):
 
 
 def test_a_difference_before_any_used_replay_needs_no_restart(faulty):
-    """The first comparison detects the fault, before the result of any replay was used."""
+    """The first comparison detects the fault, before the result of any replay is used."""
     prepared, stock = faulty(faults.garbage, 1)
     streamer = Streamer()
     assert torch.equal(

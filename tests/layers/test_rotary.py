@@ -37,7 +37,7 @@ IDS = torch.tensor([[1, 1, 0, 1, 2, 3], [0, 1, 2, 1000, 40000, 131071]])
 
 @pytest.fixture(autouse=True)
 def calls():
-    """A kernel of the user serves the operation, as Triton's does on a GPU. Yields the dtypes of its calls."""
+    """A user's kernel serves the operation, as the Triton kernel does on a GPU. Yields the dtypes of its calls."""
     served = []
 
     def kernel(inv_freq, position_ids, scaling, layout, dtype):

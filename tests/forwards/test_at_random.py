@@ -18,7 +18,7 @@ from tests.releases import RELEASE, TESTED
 
 pytestmark = [pytest.mark.usefixtures("recorded_on_cpu"), pytest.mark.filterwarnings("ignore::UserWarning:peft")]
 
-# Releases other than the newest run half as many calls, because they run the same hf_rocm code.
+# Half as many calls run with releases other than the newest, because the code of hf_rocm is the same.
 NUMBER = CALLS if max(TESTED) == RELEASE else CALLS // 2
 
 

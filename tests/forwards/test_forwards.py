@@ -91,7 +91,7 @@ def test_a_likely_replay_is_queued_before_the_mask_is_read(pair, events):
         (2, ["copies", read]),
         (2, [read]),  # recorded
         (2, [read, "copies"]),  # compared
-        # The two calls before did not replay the same recording.
+        # The two previous calls did not replay the same recording.
         *[(0, [read, "copies"])] * 2,
         (0, ["copies", read]),
     ]

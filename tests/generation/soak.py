@@ -1,6 +1,6 @@
 """Random calls of `generate`, one at a time, from several threads, and after the weights have changed.
 
-The families have decoders of different structure. Properties of a model determine the kinds of calls that it
+The decoders of the families differ in structure. Properties of a model determine the kinds of calls that it
 doesn't support, in stock or with recorded steps. These kinds are left out, and every remaining call must be recorded.
 """
 
@@ -68,7 +68,8 @@ class Soak:
         self.has_windows = not self.stateful and any(windows)
         # Stock's BART fails in 4.53.
         self._accepts_dynamic = _STATIC or not self.is_encoder_decoder
-        self.expected = {}  # number → the results of stock's call, and the next random number
+        # number → the results of stock's call, and the next random number
+        self.expected = {}
 
     def differing(self, numbers):
         """Run calls one at a time. Returns the numbers of those whose results differ from stock's."""

@@ -45,7 +45,7 @@ def assisted(models, inputs, seed=0, *, new=NEW, **arguments):
 
 @pytest.fixture
 def in_place(monkeypatch):
-    """The number of tokens of every step of an assistant whose inputs were advanced in place."""
+    """The number of tokens in every assistant step whose inputs were advanced in place."""
     counts, original = [], preparation.Step.inputs
 
     def counting(step, cache, input_ids):
@@ -137,7 +137,7 @@ def test_later_calls_replay_the_same_recordings(trio):
     state = known(prepared_pair[1])
     assert counts[1] == counts[-1] and state.pool.summary()[0] == 1
     lengths = {step.tensors[0].shape[1] for step in steps_of(prepared_pair[1])}
-    # A step has one token or two, but the model computes only the logits of the last one.
+    # A step has one token or two, but the model computes logits only for the last token.
     assert lengths == {1} and len(steps_of(prepared_pair[1])) <= 4
 
 

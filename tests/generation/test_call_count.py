@@ -19,7 +19,7 @@ from hf_rocm import ops
 LAYERS = 8
 # Maximum number of calls per step; stock makes 1,184 in transformers 5.23 with torch 2.13.
 MOST_CALLS = 1300
-# Maximum number of hf_rocm's modules, not counting the overlay, whose functions run in one call of a decoder layer.
+# Maximum number of hf_rocm's modules (not counting the overlay) whose functions run in one call of a decoder layer.
 MOST_FILES = 10
 NEWEST = transformers.__version__.startswith("5.23")
 PACKAGE = str(Path(hf_rocm.__file__).parent)

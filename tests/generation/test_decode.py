@@ -96,7 +96,7 @@ def test_streamed_tokens_equal_stock(late, pair, request):
 def test_rows_end_at_different_steps(end_positions, late, pair, request):
     """Rows end at different steps, at the same step, at the last step, or never.
 
-    The deferred stop check returns no extra token.
+    With the deferred stop check, no extra token is returned.
     """
     if late:
         request.getfixturevalue("ends_checked_late")

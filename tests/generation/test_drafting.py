@@ -109,7 +109,7 @@ def test_drafts_are_those_of_stock(schedule, noise, trio, drafts):
 
 
 def test_transformers_masks_padding_tokens_in_calls_without_a_mask(trio, drafts):
-    """From 5.0 on, transformers drops a mask without padding, and derives the assistant's from all tokens so far."""
+    """From 5.0 on, transformers drops a mask without padding, and derives the assistant's mask from all tokens."""
     prepared_pair, stock_pair = trio()
     token = int(assisted(stock_pair, repeating())[0, -9])
     for model in (prepared_pair[0], stock_pair[0]):
@@ -127,7 +127,7 @@ def test_a_draft_below_the_threshold_is_the_last_one(threshold, trio, drafts):
 def test_an_eos_token_is_the_last_draft(trio, drafts):
     prepared_pair, stock_pair = trio(noise=0.05)
     tokens = assisted(stock_pair, repeating())[0].tolist()
-    # the token that occurs first at the latest position
+    # the token whose first occurrence is the latest
     end = max(set(tokens), key=tokens.index)
     for model in (prepared_pair[0], stock_pair[0]):
         model.generation_config.eos_token_id, model.generation_config.pad_token_id = [end, 62], end
@@ -236,7 +236,7 @@ def mix_logits(monkeypatch, models):
 
 
 def require_more_tokens(monkeypatch, models):
-    """The list of processors is also the assistant's."""
+    """transformers passes the same list of processors to the assistant."""
     processor = MinNewTokensLengthLogitsProcessor(22, NEW, 5, device="cpu")
     return {"logits_processor": LogitsProcessorList([processor])}
 

@@ -246,7 +246,7 @@ def test_the_host_runs_fewer_operators(kind, pair, monkeypatch):
 
 
 class Edits(StoppingCriteria):
-    """Changes the second-newest token in place, after its keys and values were computed."""
+    """Changes the second-to-last token in place, after its keys and values were computed."""
 
     def __init__(self):
         self.tokens = []

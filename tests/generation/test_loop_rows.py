@@ -72,7 +72,7 @@ def test_rows_end_at_the_same_steps_as_in_stock(at, rows, sampling, pair, append
 
 
 def test_flags_of_deferred_checks_are_copied_while_steps_run(pair, ends_checked_late, monkeypatch):
-    """From 5.17 on, a class of transformers makes the deferred check; in earlier releases, hf_rocm makes it."""
+    """From 5.17 on, a class of transformers performs the deferred check; in earlier releases, hf_rocm does."""
     sent, send = [], HostCopy.send
     monkeypatch.setattr(HostCopy, "send", lambda self, tensor: sent.append(tensor) or send(self, tensor))
     check = deferred_stop._stock_check()

@@ -138,7 +138,7 @@ def test_every_step_equals_stock_while_buffers_grow(pair, steps, monkeypatch):
 
 
 def test_key_lengths_agree_with_the_mask(pair, monkeypatch):
-    """Attention with lengths (for a kernel) and with the mask (for PyTorch) is equal in every layer."""
+    """In every layer, attention with lengths (for a kernel) equals attention with the mask (for PyTorch)."""
     seen = []
 
     def compare(rows, query, key, value, mask_dtype, *, softcap, sinks):

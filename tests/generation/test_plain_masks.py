@@ -15,13 +15,13 @@ from hf_rocm.generation import plain_masks
 from tests.generation.conftest import make, prompt
 
 pytestmark = pytest.mark.skipif(
-    Version(transformers.__version__) >= Version("5"), reason="transformers makes its masks without vmap from 5.0 on"
+    Version(transformers.__version__) >= Version("5"), reason="from 5.0 on, transformers creates its masks without vmap"
 )
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Count the masks made with and without vmap."""
+    """Count the masks created with and without vmap."""
     counts = {"vmap": 0, "hf_rocm": 0}
 
     def counted(name, function):

@@ -34,7 +34,7 @@ def test_queued_steps_are_those_of_the_loop(kind, tokens, pair, launched, queued
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_no_step_is_queued_beyond_the_maximum_length(count, monkeypatch):
-    """A model with learned position embeddings has none for later positions; reading one causes a device-side error."""
+    """Reading beyond a table of learned position embeddings causes a device-side error."""
     monkeypatch.setattr(Lookahead, "_saves_time", lambda self, times: True)
     # The last positions of the queued steps.
     last = []
@@ -87,7 +87,7 @@ def test_a_queued_step_with_other_tokens_raises(pair, queued, monkeypatch):
 
 
 def test_a_queued_step_that_is_compared_is_checked_too(pair, queued, monkeypatch):
-    """After an alarm, the loop gets the logits of uncaptured steps and launches no step, so the check is made later."""
+    """After an alarm, the loop gets the logits of uncaptured steps and launches no step, so the check runs later."""
     prepared, stock = pair()
     for seed in (0, 1, 2, 3, 2):
         looked_up(prepared, repeating(seed))

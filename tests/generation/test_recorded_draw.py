@@ -143,7 +143,7 @@ def test_stale_logits_are_a_fault_even_if_results_vary():
 
 
 def test_nan_agrees_where_the_device_checks_nothing(monkeypatch):
-    """ROCm's builds of PyTorch compile assertions in kernels only on request."""
+    """By default, ROCm builds of PyTorch have no device-side assertions."""
     asserts = torch._assert_async
     monkeypatch.setattr(torch, "_assert_async", lambda valid, text: asserts(torch.ones_like(valid), text))
     multinomial = torch.multinomial

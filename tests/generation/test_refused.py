@@ -68,7 +68,7 @@ def test_hooks_and_replaced_forwards_run_in_every_step(change, reason, pair):
 
 
 def set_liger_forwards(model):
-    """Set stand-ins for Liger-Kernel's forwards on norms and MLPs, with its name in `__module__` and stock results."""
+    """Replace the forwards of norms and MLPs as Liger-Kernel does, but with stock's results."""
 
     def norm(self, x):
         wide = x.float()

@@ -1,4 +1,4 @@
-"""Functions that a user or a library replaced are called as in stock, even if steps were recorded before."""
+"""Replacements of functions by a user or a library are called as in stock, even if steps were recorded before."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_the_checks_stay_within_their_budgets(pair):
     prepared, _ = pair(graphs=None)
     generate(prepared)
     watches = watches_of(prepared)
-    assert watches_of(prepared) is watches, "the watches were made again"
+    assert watches_of(prepared) is watches, "the watches were created again"
     assert empty_calls(watches.step.unchanged) + empty_calls(lambda: masks_replaced(prepared)) < 80
     layer = prepared.model.layers[0]
     modules = (layer, layer.self_attn, layer.mlp, layer.input_layernorm, layer.post_attention_layernorm)

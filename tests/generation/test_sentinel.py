@@ -188,7 +188,7 @@ def test_tokens_that_a_users_criterion_has_received_raise(faulty):
 
 
 def test_a_difference_before_any_used_replay_needs_no_restart(faulty):
-    """The first comparison detects the fault, before the result of any replay was used."""
+    """The first comparison detects the fault, before the result of any replay is used."""
     prepared, stock = faulty(faults.garbage, 1)
     streamer = Streamer()
     assert torch.equal(
@@ -217,7 +217,10 @@ def test_the_first_replays_of_the_next_calls_are_compared(call, faulty):
 
 
 def test_the_first_replay_of_a_later_call_is_compared_after_enough_replays(faulty, monkeypatch):
-    """Replays are wrong from the fifth call on. The first one is compared, long enough after the last comparison."""
+    """Replays are wrong from the fifth call on.
+
+    The first of them is compared, because enough replays have run since the last comparison.
+    """
     monkeypatch.setattr(schedule, "BETWEEN_CALLS", 10)
     prepared, stock = faulty(faults.garbage, 43)
     first = generate(stock, new=12)

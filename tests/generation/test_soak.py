@@ -16,7 +16,7 @@ from tests.releases import RELEASE, TESTED, in_the_newest
 pytestmark = pytest.mark.usefixtures("recorded_on_cpu")
 
 NEWEST = max(TESTED) == RELEASE
-# Releases other than the newest run fewer calls, because they run the same code of hf_rocm.
+# Fewer calls run with releases other than the newest, because the code of hf_rocm is the same.
 CALLS, IN_THREADS, AFTER_CHANGES = (60, 20, 4) if NEWEST else (12, 8, 2)
 
 

@@ -244,7 +244,7 @@ def test_with_beams_or_drafts_transformers_chooses_the_tokens(pair, chosen):
 
 
 def test_the_cache_is_freed_with_the_call(pair):
-    """Stand-ins must not reference the runner: a cycle would keep the buffers alive until the next collection."""
+    """Stand-ins must not reference the runner: a cycle would keep the buffers alive until a garbage collection."""
     prepared, _ = pair()
     generate(prepared, seed=0, new=20, **SAMPLED)
     generate(prepared, new=20)

@@ -38,7 +38,7 @@ KINDS = {
 }
 # Numbers of layers; kernels that run once per step cancel out in the difference.
 FEW, MANY = 2, 6
-# The measured step. A run in which its replay is compared has more kernels; the run with the fewest counts.
+# The measured step. If its replay is compared, more kernels run, so the test uses the run with the fewest.
 AT = 11
 RUNS = 3
 

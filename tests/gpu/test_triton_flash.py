@@ -143,7 +143,7 @@ def test_batches_run_on_pages_and_return_most_tokens_of_single_runs(kind):
     assert attention == {("varlen_attention", "triton"), ("paged_attention", "triton")}
     actual = {tuple(result.prompt_ids): list(result.generated_tokens) for result in results}
     expected = one_by_one(stock, prompts())
-    # rounding to bf16 may select different tokens if logits are nearly equal, but most tokens are equal
+    # if logits are nearly equal, rounding to bf16 may change the token, but most tokens are equal
     equal = [
         a == b
         for prompt, row in zip(prompts(), expected, strict=True)

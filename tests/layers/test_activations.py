@@ -1,4 +1,4 @@
-"""An activation that is not a module, such as a function set on a layer or by a config, is called as it is in stock."""
+"""An activation that is not a module, such as a function set on a layer or by a config, is called as in stock."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ SMALL = {"vocab_size": 99, "num_hidden_layers": 2, "num_attention_heads": 4}
 BERT = {**SMALL, "hidden_size": 64, "intermediate_size": 96}
 DECODER = {"vocab_size": 99, "n_layer": 2, "n_head": 4, "n_positions": 64}
 
-# models whose attention or MLP has a dropout module: name → the arguments of its config
+# name → config arguments, for models whose attention or MLP has a dropout module
 DROPOUTS = {
     "MPNetModel": BERT,
     "ElectraModel": {**BERT, "embedding_size": 64},

@@ -22,7 +22,7 @@ from tests.replacing import replaced
 
 RELEASE = Version(transformers.__version__)
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
-# model → its class, in the installed release; the type of layer is passed to the modules of `BY_TYPE`
+# model → the class of its rotary embedding. From the releases in `BY_TYPE` on, its forward takes the layer type.
 CLASSES = {
     "llama": "LlamaRotaryEmbedding",
     "gemma3": "Gemma3RotaryEmbedding",
@@ -37,7 +37,7 @@ IDS = torch.tensor([[1, 1, 0, 1, 2, 3], [0, 1, 2, 1000, 40000, 131071]])
 
 @pytest.fixture(autouse=True)
 def calls():
-    """A kernel of the user serves the operation, as Triton's does on a GPU. Yields the dtypes of its calls."""
+    """A user's kernel serves the operation, as the Triton kernel does on a GPU. Yields the dtypes of its calls."""
     served = []
 
     def kernel(inv_freq, position_ids, scaling, layout, dtype):
@@ -74,7 +74,6 @@ def run_both(module, x, position_ids=IDS, *further, **keywords):
 def assert_equal(actual, stock):
     for one, other in zip(actual, stock, strict=True):
         assert one.dtype == other.dtype and not one.requires_grad
-        # stock's product is a matrix multiplication in older releases
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
@@ -230,7 +229,7 @@ class TestUsersCode:
         module = Mine(config=AutoConfig.for_model("llama", **SIZES))
         bind.set_mode(module, bind.ON)
         assert_equal(module(torch.zeros(1), IDS), embedding()(torch.zeros(1), IDS + 1))
-        assert len(calls) == 1, "only the module of transformers' own class is served"
+        assert len(calls) == 1, "a module of a user's class was served"
 
     def test_hooks_are_called(self, calls):
         module = embedding()

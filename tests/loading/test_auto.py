@@ -128,7 +128,7 @@ def test_composite_models_are_prepared_once_as_a_whole(bert, prepares, tmp_path,
     stock, inner = PreTrainedModel.__dict__["from_pretrained"], []
 
     def nested(cls, *args, **kwargs):
-        """Simulate a model whose loading loads another model."""
+        """Simulate a model whose `from_pretrained` loads another model."""
         if cls is transformers.BertForMaskedLM:
             inner.append(transformers.BertModel.from_pretrained(bert))
         return stock.__func__(cls, *args, **kwargs)

@@ -113,7 +113,7 @@ def test_masks_hide_keys(tier, shape, causal, kind, heads):
     b, h, _, s_q, s_k, _, _ = shape
     generator = torch.Generator().manual_seed(1)
     visible = torch.rand(b, h if heads == "each" else 1, s_q, s_k + 2, generator=generator) > 0.3
-    # every query sees key 0, because the tiers may return different results for fully masked queries
+    # every query attends to key 0, because the tiers may return different results for fully masked queries
     visible[..., 0] = True
     if kind == "bool":
         mask = visible

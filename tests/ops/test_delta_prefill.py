@@ -135,7 +135,7 @@ def test_extreme_values_are_as_accurate_as_in_single_steps(filled):
 @pytest.mark.parametrize("tier", ["torch", "eager"])
 @pytest.mark.parametrize("fresh", [True, False])
 def test_results_equal_those_of_single_steps(fresh, tier):
-    """In float64, a prompt and single tokens agree to within 1e-9, and the states of the caller are not changed."""
+    """In float64, a prompt and single tokens agree to within 1e-9, and the caller's states are not changed."""
     inputs, keywords = drawn(torch.float64, length=70, fresh=fresh)
     before = {name: value if name == "eps" else value.clone() for name, value in keywords.items()}
     out, conv_state, state = in_tier(tier, inputs, keywords)

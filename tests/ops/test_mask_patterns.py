@@ -38,7 +38,7 @@ def qkv(s_q, s_k, b=2):
 
 
 def check(mask, s_q, s_k, **layer):
-    """The mask must be recognised. Results must be equal for queries that see a key, and zero for other queries."""
+    """The mask must be recognised. Results must be equal for queries that attend to a key, and zero for others."""
     query, key, value = qkv(s_q, s_k)
     result = recognise(mask, query, key, value, **layer)
     assert result is not None

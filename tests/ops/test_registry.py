@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def operation(monkeypatch):
-    """A test operation with aiter, torch and eager candidates, registered as `linear`, so that its options apply."""
+    """A test operation with aiter, torch and eager candidates, named `linear` so that the options of `linear` apply."""
     monkeypatch.setattr(registry, "_operations", dict(registry._operations))
     created = Operation("linear", Spec, lambda spec: iter(()))
     created.probes = []

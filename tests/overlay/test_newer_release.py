@@ -140,7 +140,7 @@ def test_many_changed_files_are_one_error_with_the_release_to_install(
         shown = capsys.readouterr()
         assert shown.err.count("error: ") == 1 and "3 of 4 files" in shown.err
         assert f"hint: {f'pip install transformers=={newest}; or' if newest else 'reinstall'} " in shown.err
-    assert len(json.loads(shown.out)["refused"]) == 3, "the data lists every file"
+    assert len(json.loads(shown.out)["refused"]) == 3, "the data does not list every file"
     assert main(["install-overlays", "--all", *path_option]) == 1
     assert capsys.readouterr().err.count("error: ") == 3
     assert main(["status", *path_option]) == 0

@@ -70,7 +70,7 @@ def test_the_bound_classes_are_the_recognised_ones(shape: ModuleType, catalog: C
                 expected[name] = layer(f"layers.{shape.rotary_layer(forward)}")
             except shape.Unknown:
                 continue
-        expected = {name: found for name, found in expected.items() if name not in AUDIO}
+        expected = {name: module for name, module in expected.items() if name not in AUDIO}
         assert bound(overlay.text, set(stock)) == expected, overlay.id
         count += len(expected)
     assert count >= 39

@@ -14,7 +14,8 @@ HEAVY = ("torch", "transformers", "accelerate", "aiter", "triton", "numpy", "typ
 
 TIMED = """
 import json, sys, time
-began = time.process_time()  # counts only this process, because others share the machine
+# process_time counts only this process, because others share the machine
+began = time.process_time()
 import {module}
 seconds = time.process_time() - began
 imported = [name for name in {heavy} if name in sys.modules]

@@ -111,7 +111,7 @@ def test_every_test_file_runs_once_with_the_newest_release(quick: bool, lib: Sim
 def test_one_release_runs_the_given_paths(version: str, lib: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     environments: list[tuple[str, dict[str, bool]]] = []
     suites = []
-    # The process that runs this test may already have the lock.
+    # The process that runs this test may already hold the lock.
     monkeypatch.setattr(lib.testing, "lock", nullcontext)
     monkeypatch.setattr(lib.testing, "base", lambda: None)
     monkeypatch.setattr(lib.testing, "wheel", lambda *_: None)

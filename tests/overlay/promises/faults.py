@@ -54,7 +54,7 @@ def require_injection() -> None:
 
 
 class Driver:
-    """A process that has imported the installer and runs a command repeatedly, with a fault or without."""
+    """A process that has imported the installer and runs a command repeatedly, with or without a fault."""
 
     def __init__(self, command: str, models: Sequence[str], scratch: Path) -> None:
         self.command, self.models = command, models

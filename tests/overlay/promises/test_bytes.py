@@ -131,7 +131,8 @@ import json, os, sys
 from hf_rocm.overlay.commands import install
 from hf_rocm.errors import OverlayError
 from hf_rocm.overlay.catalog import Overlay, load
-catalog = load()  # while this Python's files are readable
+# Load the catalog while the files of this Python are still readable.
+catalog = load()
 texts = {path: path.read_text() for directory in catalog.directories for path in directory.files.values()}
 Overlay.text = property(lambda overlay: texts[overlay.path])
 import fcntl, stat
@@ -210,7 +211,7 @@ def test_20_files_that_root_installs_keep_their_owner(farm: Farm) -> None:
     folder, file = site.model("bert").parent, site.model("bert")
     os.chown(file, 12345, 54321)
     os.chown(folder, 12345, 11111)
-    # With setgid, new files get the folder's group by default.
+    # With setgid, new files inherit the folder's group by default.
     folder.chmod(0o2775)
     for command in (install, uninstall):
         command(["bert"], transformers_path=site.path)

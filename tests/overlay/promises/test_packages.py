@@ -96,10 +96,10 @@ def test_13_after_an_upgrade_reinstall_or_downgrade_nothing_is_installed(
         assert set(states(site).values()) == {"yes"}
         environment.install(version, again)
         assert site.installation.version == version
-        assert set(states(site).values()) == {"no"}, "the file of the package manager is not stock"
+        assert set(states(site).values()) == {"no"}, "the file that the package manager installed is not stock"
         before = fingerprint(site.root)
         plan, _ = uninstall(transformers_path=site.path)
-        assert not plan.writes and fingerprint(site.root) == before, "an old original was written to a new release"
+        assert not plan.writes and fingerprint(site.root) == before, "the stock file of another release was written"
         assert record(transformers_path=site.path).entries == ()
     assert hashes(site.root) == stock
 

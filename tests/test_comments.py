@@ -17,7 +17,7 @@ FOLDERS = ("hf_rocm", "overlays", "scripts", "tests")
 DIRECTIVE = re.compile(r"noqa|type: ignore|fmt: |mypy: |pragma: ")
 UNIT = re.compile(r"(in )?(bytes|characters|lines|seconds|tokens)")
 SHAPE = re.compile(r"\[.*|\([A-Z0-9].*|(([A-Z](\w{0,2}|_\w+)|\d+)[ ,×/+·-]*)+([.;:(].*)?|\w+ [<=>≤≥]+ \w+(, .*)?")
-# The largest number of words that name an entry of a list, or an argument of a call.
+# Maximum number of words in a comment on a list entry or an argument of a call.
 LABEL = 3
 
 

@@ -244,7 +244,7 @@ def test_hub_kernels_are_read_from_the_installed_transformers() -> None:
 
 
 class Bitsandbytes:
-    """A stand-in for bitsandbytes' NF4, computed by PyTorch on a CPU, with a fault or without one."""
+    """A stand-in for bitsandbytes' NF4, computed by PyTorch on a CPU, with or without a fault."""
 
     values = torch.tensor(
         [-1.0, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0.0, 0.08, 0.161, 0.246, 0.338, 0.441, 0.563, 0.723, 1.0]

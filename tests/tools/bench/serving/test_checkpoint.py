@@ -1,4 +1,4 @@
-"""Checkpoints of named shapes for servers: every token has a word, and unusable shapes are refused."""
+"""Checkpoints of named shapes for servers: every token is a separate word, and unusable shapes are refused."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip all tests of this folder unless Triton is interpreted. With machine code, select the tests that run."""
+    """Skip this folder's tests unless Triton runs in interpreter mode. With machine code, select the tests that run."""
     if suite.gpu() is not None:
         suite.select(config, items)
         return

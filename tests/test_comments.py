@@ -1,4 +1,4 @@
-"""Comments stand above the line that they explain. Trailing ones only describe: shapes, units, parameters, entries."""
+"""Comments stand above their lines. Trailing ones only describe shapes, units, parameters and entries."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def range_bounds() -> Iterator[None]:
 def patched_once() -> Iterator[None]:
     """Patch triton.language once per launch.
 
-    By default, the interpreter patches triton.language on every call of a device function, and builds its table of
+    By default, the interpreter patches triton.language on every call to a device function, and builds its table of
     types at every use. Together, this would take half of the suite's time.
     """
     if suite.gpu() is not None:

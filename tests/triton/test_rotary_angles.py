@@ -17,8 +17,8 @@ from tests.triton.routed import compiled_once, here, routed
 SHORT = (0, 1, 2, 3, 5, 1000, 8191)
 # cos and sin of angles above 105615 need a reduction with more than three parts of π / 2.
 LONG = (32767, 105615, 105616, 131071, 131072, 1_000_003, 16_777_217, 2**31 - 1, 2**31 + 1000, -1, -131071)
-# Every compiled variant has to run with small and with large angles, because their ranges are reduced in different ways.
-# With a large position first, a call with one token and several frequencies has both.
+# Every compiled variant has to run with small and with large angles, because their ranges are reduced differently. With
+# a large position first, a call with one token and several frequencies has both.
 MIXED = (1_000_003, 0, 1, 5, 131072, 1000, 8191)
 
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# The requirements of transformers[serving].
+# Packages of the extra transformers[serving].
 NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")
 
 # A program that runs transformers' command line. With HF_ROCM_FORCE, it also records the hf_rocm operations that ran,

@@ -228,7 +228,7 @@ def test_a_kernels_package_out_of_range_is_reported_with_the_disabled_features(g
 
 
 def test_hub_kernels_are_read_from_the_installed_transformers() -> None:
-    """transformers 5.16 to 5.22 use version 2 of the rotary kernel."""
+    """transformers 5.16 to 5.22 use version 2 of the aiter-rope kernel."""
     from importlib.util import find_spec
 
     import transformers as installed

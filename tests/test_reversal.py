@@ -297,7 +297,7 @@ class Reversal(RuleBasedStateMachine):
     @precondition(lambda self: self.wrappers)
     @rule()
     def unwrap(self):
-        """Undo the last patch of another library, if it is still the outermost one."""
+        """Undo the last patch by another library, if it is still the outermost one."""
         owner, name, before, wrapper = self.wrappers[-1]
         if vars(owner).get(name) is wrapper:
             self.wrappers.pop()

@@ -1,4 +1,4 @@
-"""Every module of hf_rocm has a test file: one named after it, one that imports it, or one listed in tests/index.toml."""
+"""Every module of hf_rocm has a test file: one named after it, one that imports it, or one from tests/index.toml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comments stand above the line that they explain. Trailing ones only describe: shapes, units, parameters, entries."""
+"""Comments stand above their lines. Trailing ones only describe shapes, units, parameters and entries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FOLDERS = ("hf_rocm", "overlays", "scripts", "tests")
 DIRECTIVE = re.compile(r"noqa|type: ignore|fmt: |mypy: |pragma: ")
 UNIT = re.compile(r"(in )?(bytes|characters|lines|seconds|tokens)")
 SHAPE = re.compile(r"\[.*|\([A-Z0-9].*|(([A-Z](\w{0,2}|_\w+)|\d+)[ ,×/+·-]*)+([.;:(].*)?|\w+ [<=>≤≥]+ \w+(, .*)?")
-# The largest number of words that name an entry of a list, or an argument of a call.
+# Maximum number of words in a comment on a list entry or an argument of a call.
 LABEL = 3
 
 

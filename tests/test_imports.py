@@ -269,7 +269,7 @@ def _all_imports() -> list[Import]:
 def _edges(trees: list[tuple[str, ast.Module]]) -> list[Import]:
     modules = {name for name, _ in trees}
     result = [entry for name, tree in trees for entry in _imports(name, tree)]
-    # `from hf_rocm import options` imports a module, but `from hf_rocm.options import current` imports something else
+    # `from hf_rocm import options` imports a module, but `from hf_rocm.options import current` imports a function
     return [edge for edge in result if edge.top != "hf_rocm" or edge.imported in modules]
 
 

@@ -1,4 +1,4 @@
-"""Every module of hf_rocm has a test file: one of the same name, one that imports it, or one in tests/index.toml."""
+"""Every module of hf_rocm has a test file: one named after it, one that imports it, or one from tests/index.toml."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOLDERS = {"ops/aiter": "aiter", "ops/triton": "triton", "ops/triton/kernels": "
 
 def test_every_module_has_a_test_file() -> None:
     uncovered = {name for name, path in modules().items() if not covering(name, path)}
-    assert not uncovered, f"add a test file of that name, or a line to tests/index.toml: {sorted(uncovered)}"
+    assert not uncovered, f"add test files of these names, or entries to tests/index.toml: {sorted(uncovered)}"
 
 
 def test_the_index_is_sorted_and_its_files_exist() -> None:

@@ -297,7 +297,7 @@ class Reversal(RuleBasedStateMachine):
     @precondition(lambda self: self.wrappers)
     @rule()
     def unwrap(self):
-        """Undo the last patch of another library, if it is still the outermost one."""
+        """Undo the last patch by another library, if it is still the outermost one."""
         owner, name, before, wrapper = self.wrappers[-1]
         if vars(owner).get(name) is wrapper:
             self.wrappers.pop()
@@ -329,7 +329,7 @@ class Reversal(RuleBasedStateMachine):
             self.unwrap()
             # The next operation undoes a change that was below another wrapper.
             hf_rocm.deactivate()
-            assert len(self.wrappers) < remaining, "a change of hf_rocm is still above another wrapper"
+            assert len(self.wrappers) < remaining, "a change by hf_rocm is still above another wrapper"
         for kind, model, _ in self.models:
             assert torch.equal(tokens_of(model), World.expected[kind])
         hf_rocm.deactivate()

@@ -1,8 +1,8 @@
 """The tolerance of numerical tests, which is derived from the error of the eager run in the same dtype.
 
 The error of an implementation may be at most twice that of the eager run in the same dtype, plus one rounding step of
-the largest value, because a result that is rounded once can't be more accurate. If sums cancel, as in a mean of values
-with both signs, the largest value is the largest summand.
+the largest value, because every result is rounded at least once. If sums cancel, as in a mean of values with both
+signs, the largest value is the largest summand.
 """
 
 from __future__ import annotations

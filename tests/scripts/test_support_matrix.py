@@ -45,7 +45,7 @@ def test_the_page_has_a_table_per_release_and_every_reason(script: ModuleType) -
 def test_a_model_is_served_in_full_only_if_all_three_parts_are_served(script: ModuleType) -> None:
     assert script.full(RECORDS["5.23.0"]["phi3"])
     assert not script.full(RECORDS["5.23.0"]["whisper"]) and not script.full(RECORDS["5.23.0"]["siglip"])
-    assert script.full(row("mixtral", gate=NONE)), "its gates are the experts'"
+    assert script.full(row("mixtral", gate=NONE)), "its gates belong to the experts"
     assert not script.full(row("minimax", attention="stock: why"))
     assert "attention, QKV and gate/up are served in 1 of them" in script.page(RECORDS)
 

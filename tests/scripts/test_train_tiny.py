@@ -23,7 +23,7 @@ def test_the_checkpoint_loads_and_its_tokenizer_preserves_text(tiny_checkpoint: 
 
 
 def test_the_model_is_trained(tiny_checkpoint: Path) -> None:
-    """On average, the tokens of a text have a higher probability than in a uniform distribution."""
+    """On average, the tokens of a text have a higher probability than under a uniform distribution."""
     tokenizer = AutoTokenizer.from_pretrained(tiny_checkpoint)
     tokens = tokenizer("The statement is executed in the following example.", return_tensors="pt")["input_ids"]
     with torch.inference_mode():

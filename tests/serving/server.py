@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# The requirements of transformers[serving].
+# Packages of the extra transformers[serving].
 NEEDS = ("fastapi", "uvicorn", "openai", "pydantic")
 
 # A program that runs transformers' command line. With HF_ROCM_FORCE, it also records the hf_rocm operations that ran,
@@ -56,7 +56,8 @@ finally:
     facts["routes"] = [[route.operation, [list(shape) for shape in route.shapes]] for route in routes]
     Path(file).write_text(json.dumps(facts))
     sys.stdout.flush(), sys.stderr.flush()
-    os._exit(0)  # with continuous batching, a thread of stock would keep the process alive
+    # With continuous batching, a thread of transformers would keep the process alive.
+    os._exit(0)
 """
 
 # Maximum number of seconds to start, respond or stop on a busy machine.

@@ -83,7 +83,7 @@ def test_a_batch_uses_flash_attention_and_returns_the_same_tokens_as_stock(kind)
         assert batch(model) == expected
     assert attention_operations(routes) == {"varlen_attention"}
     layers = [module for module in model.modules() if type(module).__name__.endswith("Attention")]
-    # The attention layers run in their overlay.
+    # The attention layers run in their overlays.
     assert {noted(layer) for layer in layers} == {None}
     assert kind == "gpt_oss" or "rope" in {route.operation for route in routes}
     assert model.config._attn_implementation == own

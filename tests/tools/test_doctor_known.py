@@ -228,7 +228,7 @@ def test_a_kernels_package_out_of_range_is_reported_with_the_disabled_features(g
 
 
 def test_hub_kernels_are_read_from_the_installed_transformers() -> None:
-    """transformers 5.16 to 5.22 name version 2 of the rotary kernel."""
+    """transformers 5.16 to 5.22 use version 2 of the aiter-rope kernel."""
     from importlib.util import find_spec
 
     import transformers as installed
@@ -244,7 +244,7 @@ def test_hub_kernels_are_read_from_the_installed_transformers() -> None:
 
 
 class Bitsandbytes:
-    """A stand-in for bitsandbytes' NF4, computed by PyTorch on a CPU, with a fault or without one."""
+    """A stand-in for bitsandbytes' NF4, computed by PyTorch on a CPU, with or without a fault."""
 
     values = torch.tensor(
         [-1.0, -0.696, -0.525, -0.395, -0.284, -0.185, -0.091, 0.0, 0.08, 0.161, 0.246, 0.338, 0.441, 0.563, 0.723, 1.0]

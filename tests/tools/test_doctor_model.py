@@ -54,9 +54,9 @@ def test_a_hub_model_is_found_only_in_the_cache(checkpoint: Path, tmp_path: Path
     ("weights", "release", "expected"),
     [
         (16 * GIB, "5.23.0", {"model": "ok", "model-memory": "ok"}),
-        # The model has 200 GiB in fp32.
+        # The model needs 200 GiB in fp32.
         (100 * GIB, "4.57.6", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),
-        # The model fits in two GPUs.
+        # The model fits on two GPUs.
         (300 * GIB, "5.23.0", {"model": "ok", "model-memory": "warning", "model-host": "warning"}),
         (500 * GIB, "5.23.0", {"model": "ok", "model-memory": "problem", "model-host": "warning"}),
         (0, "5.23.0", {"model": "problem"}),

@@ -1,4 +1,4 @@
-"""Patches of other libraries take effect as doctor describes, and hf_rocm runs in all other modules."""
+"""Patches by other libraries take effect as doctor describes, and hf_rocm runs in all other modules."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip all tests of this folder unless Triton is interpreted. With machine code, select the tests that run."""
+    """Skip this folder's tests unless Triton runs in interpreter mode. With machine code, select the tests that run."""
     if suite.gpu() is not None:
         suite.select(config, items)
         return
@@ -125,7 +125,7 @@ def range_bounds() -> Iterator[None]:
 def patched_once() -> Iterator[None]:
     """Patch triton.language once per launch.
 
-    By default, the interpreter patches triton.language on every call of a device function, and builds its table of
+    By default, the interpreter patches triton.language on every call to a device function, and builds its table of
     types at every use. Together, this would take half of the suite's time.
     """
     if suite.gpu() is not None:

@@ -1,4 +1,4 @@
-"""Calls of operations that the Triton tier must serve."""
+"""Calls to operations that the Triton tier must serve."""
 
 from __future__ import annotations
 

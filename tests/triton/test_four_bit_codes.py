@@ -190,7 +190,7 @@ def test_slices_of_nested_scales_are_decoded_as_in_the_whole_tensor():
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("half", [0, 1])
 def test_nvidias_instructions_look_up_two_words_at_a_time(half, code):
-    """Neither the interpreter nor AMD's machine code executes this PTX."""
+    """This PTX is executed here because it occurs neither in the interpreter nor in AMD's machine code."""
     from hf_rocm.ops.triton.kernels import codes
 
     words = torch.tensor([0x76543210, 0xFEDCBA98 - 2**32, 0x13579BDF, -1]).repeat(2, 1).tolist()

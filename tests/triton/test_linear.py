@@ -277,7 +277,10 @@ def call(
     n: int = 38,
     k: int = 67,
 ) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-    """Return arguments of fused_linear. norm: whether the norm uses 1 + w; None for no norm. whole: sums are exact."""
+    """Return arguments of fused_linear.
+
+    norm: whether the norm uses 1 + w; None for no norm. whole: whether sums are exact.
+    """
     if m > 1 and activation is not None and (suite.arch() or "").startswith("gfx11"):
         # Other values of K are refused.
         k -= k % 16

@@ -17,7 +17,7 @@ from tests.triton.routed import compiled_once, here, routed
 SHORT = (0, 1, 2, 3, 5, 1000, 8191)
 # cos and sin of angles above 105615 need a reduction with more than three parts of π / 2.
 LONG = (32767, 105615, 105616, 131071, 131072, 1_000_003, 16_777_217, 2**31 - 1, 2**31 + 1000, -1, -131071)
-# Every compiled variant has to run with small and with large angles, because their ranges are reduced in two ways. With
+# Every compiled variant has to run with small and with large angles, because their ranges are reduced differently. With
 # a large position first, a call with one token and several frequencies has both.
 MIXED = (1_000_003, 0, 1, 5, 131072, 1000, 8191)
 
@@ -64,7 +64,7 @@ def test_large_positions_are_as_accurate_as_pytorchs_functions(among):
 def test_positions_with_any_strides_are_supported(dtype):
     padded = torch.tensor([[1, 1, 1, 0, 1, 2, 1_000_003], [0, 1, 2, 3, 4, 5, 6]], dtype=dtype)
     whole = positions(3, 8, among=MIXED, dtype=dtype)
-    # The last token's position is 1_000_003.
+    # The last view is a single token at position 1_000_003.
     for position_ids in (padded, whole[:, ::2], whole.t(), whole[:1].expand(3, 8), whole[1:2, 6:7]):
         check(inv_freq(8), position_ids)
 

@@ -37,7 +37,7 @@ def stock(checkpoint):
 
 @pytest.fixture
 def fresh(checkpoint):
-    """The checkpoint loaded by hf_rocm. The first call of this model fuses the weights."""
+    """The checkpoint loaded by hf_rocm. The first call to this model fuses the weights."""
     return hf_rocm.from_pretrained(checkpoint, force=True).eval()
 
 

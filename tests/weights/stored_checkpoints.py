@@ -321,7 +321,7 @@ def edit(folder: Path, **changes: Any) -> None:
 
 
 def edit_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    """Change the checkpoint's tensors in place."""
+    """Change the checkpoint's tensors."""
     path = folder / "model.safetensors"
     state = {name: tensor.clone() for name, tensor in load_file(path).items()}
     change(state)

@@ -90,7 +90,7 @@ def test_loading_stays_within_the_memory_bound(large, tmp_path, dtype):
 
 
 def test_loading_takes_at_most_a_tenth_longer(large):
-    """The time includes one copy per weight, as when loading to a GPU, because a mapped file is read at first use."""
+    """The time includes one copy per weight, as when loading onto a GPU, because a mapped file is read at first use."""
     buffer = torch.zeros(HIDDEN * INTERMEDIATE, dtype=torch.bfloat16)
 
     def stock():

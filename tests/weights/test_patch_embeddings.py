@@ -1,4 +1,4 @@
-"""Patch embeddings: convolutions without overlap run as GEMMs with PyTorch's results. Other convolutions stay stock."""
+"""Patch embeddings: convolutions without overlap run as GEMMs, as accurately as in PyTorch. Others stay stock."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ if Version(transformers.__version__) < Version("4.55"):
 from hf_rocm.weights.quantized_experts import QuantizedExperts
 from tests.weights import mxfp4_checkpoints as gpt_oss
 
-# In 4.x, other MoE models have lists of experts.
+# In 4.x, the other models below have lists of experts.
 STACKED = Version(transformers.__version__) >= Version("5")
 SIZES = {
     "vocab_size": 96,

@@ -46,7 +46,7 @@ def test_one_graph_stays_correct_after_every_change_to_the_weights(backend, bias
     run, counter = compiled(group, backend)
 
     def fused_rows():
-        """Returns the number of rows of the weight in every call of `linear`."""
+        """Returns the number of rows of the weight in every call to `linear`."""
         with ops.recording() as routes:
             check(run, group)
         return [route.shapes[1][0] for route in routes if route.operation == "linear"]

@@ -87,7 +87,7 @@ def test_a_child_process_uses_its_parents_merged_table(fake_aiter, monkeypatch):
 
 
 def test_a_release_with_unknown_columns_is_imported_unchanged(fake_aiter, monkeypatch):
-    """An error here would end the user's first call of an operation."""
+    """An error here would make the user's first call to an operation fail."""
     fake = fake_aiter("0.1.20")
     shipped = fake.release.shipped[0]
     shipped.write_text("a,b,c\n1,2,3\n", encoding="utf-8")

@@ -89,7 +89,7 @@ def test_a_tuner_that_retries_forever_is_stopped(fake_aiter):
     fake.behaviour.write_text("retries")
     with pytest.raises(TuningError, match="returned no kernel"):
         engines.tune(SHAPES, MI300X, fake.release)
-    assert not (fake.behaviour.parent / "gave-up").exists(), "it retried for a minute and exited by itself"
+    assert not (fake.behaviour.parent / "gave-up").exists(), "the tuner retried for a minute and exited by itself"
 
 
 def test_an_interrupt_keeps_the_results_and_leaves_no_process(fake_aiter):

@@ -46,7 +46,7 @@ def test_fused_layers_count_as_one():
             q(x), k(x), v(x)
     assert seen.shapes([(q, k, v)]) == [Gemm(1, 24, 8, FLOAT, False), Gemm(6, 24, 8, FLOAT, False)]
     with seen, torch.no_grad():
-        # A separate call of k, as in cross-attention.
+        # A separate call to k, as in cross-attention.
         k(torch.randn(3, 8))
     assert {shape.n for shape in seen.shapes([(q, k, v)])} == {16, 4}
 

@@ -171,7 +171,7 @@ def test_a_malicious_file_is_an_error(number, tmp_path):
     name, data, words = list(hostile(tmp_path))[number]
     path = tmp_path / f"{name}.csv"
     path.write_bytes(data)
-    # Measure processor time, because other processes are running.
+    # Measure processor time, because other processes may be running.
     began = time.process_time()
     with pytest.raises(TableError) as refused:
         read(path)

@@ -53,7 +53,7 @@ def test_padded_rows_that_become_nan_are_detected(build, monkeypatch):
 
 @pytest.mark.skipif(not available(("gpt_oss",)), reason="this release has no model with sinks")
 def test_a_flash_interface_that_drops_sinks_is_detected(build):
-    # In 5.0, the config of gpt_oss refuses names that contain "flash".
+    # In 5.0, the config of gpt_oss refuses almost all names that contain "flash".
     name = "attention_without_sinks"
     AttentionInterface.register(name, faults.attention_without_sinks)
     AttentionMaskInterface.register(name, eager_mask)

@@ -1,4 +1,4 @@
-"""Checkpoints of named shapes for servers: every token has a word, and unusable shapes are refused."""
+"""Checkpoints of named shapes for servers: every token is a separate word, and unusable shapes are refused."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ def test_an_encoder_is_refused(tmp_path):
 
 def test_weights_that_do_not_fit_on_the_disk_are_refused_before_they_are_written(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda _: SimpleNamespace(free=1000))
-    monkeypatch.setattr(checkpoint.dummy_checkpoint, "fill_file", lambda *_, **__: pytest.fail("it was written"))
+    monkeypatch.setattr(
+        checkpoint.dummy_checkpoint, "fill_file", lambda *_, **__: pytest.fail("the weights were written")
+    )
     with pytest.raises(OptionError, match="don't fit on the disk"):
         checkpoint.write(tmp_path, "small", layers=1, **CPU)

@@ -31,8 +31,8 @@ def test_percentiles_are_interpolated():
     assert percentiles([0.25]) == pytest.approx((250, 250, 250))
     # for 0 to 100 ms in steps of 1 ms, the n-th percentile is n ms
     assert percentiles([step / 1000 for step in range(100, -1, -1)]) == pytest.approx((50, 95, 99))
-    # for four values, the 50th percentile is halfway from the second to the third; the 95th and the 99th are 0.85 and
-    # 0.97 of the way from the third to the last
+    # for four values, the 50th percentile is halfway between the second and the third; the 95th and the 99th are 0.85
+    # and 0.97 of the way from the third to the last
     assert percentiles([0.4, 0.1, 0.2, 0.3]) == pytest.approx((250, 385, 397))
 
 

@@ -68,7 +68,7 @@ def test_a_known_shape_gets_random_weights_that_are_deleted_afterwards(stubs, tm
 
 def test_a_known_shape_whose_context_is_too_short_is_refused_before_it_is_written(stubs, capsys, monkeypatch):
     monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)
-    monkeypatch.setattr(run.checkpoint, "write", lambda *_, **__: pytest.fail("it was written"))
+    monkeypatch.setattr(run.checkpoint, "write", lambda *_, **__: pytest.fail("a checkpoint was written"))
     assert main(["bench", "serve", "--config", "small", *FAST, "--prompt", "9000"]) == 1
     assert "longer than the model's context" in capsys.readouterr().err
 
@@ -95,7 +95,7 @@ def test_json_is_the_segment_and_nothing_else(bench, stubs, capsys):
 
 def test_different_answers_are_an_error_and_nothing_is_timed(bench, stubs, capsys, monkeypatch):
     stubs(hf_rocm={"suffix": "!"})
-    monkeypatch.setattr(run._Run, "cases", lambda *args: pytest.fail("it was timed"))
+    monkeypatch.setattr(run._Run, "cases", lambda *args: pytest.fail("a case was timed"))
     assert bench() == 1
     output = capsys.readouterr()
     assert "hf_rocm's responses differ from stock's, so nothing is timed" in output.err
@@ -144,7 +144,7 @@ def test_a_server_that_dies_is_an_error_with_its_exit_code(bench, stubs, capsys,
 
 def test_a_missing_model_is_refused_before_a_server_starts(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("hf_rocm.tools.bench.serving.server.check", lambda: None)
-    monkeypatch.setattr(run, "serving", lambda *args, **kwargs: pytest.fail("it was started"))
+    monkeypatch.setattr(run, "serving", lambda *args, **kwargs: pytest.fail("a server was started"))
     assert main(["bench", "serve", str(tmp_path / "nothing"), *FAST]) == 1
     assert "no model could be loaded" in capsys.readouterr().err
 
@@ -165,7 +165,7 @@ def test_a_missing_model_is_refused_before_a_server_starts(capsys, monkeypatch, 
     ],
 )
 def test_impossible_requests_are_refused_before_a_server_starts(bench, capsys, monkeypatch, arguments, words):
-    monkeypatch.setattr(run, "serving", lambda *args, **kwargs: pytest.fail("it was started"))
+    monkeypatch.setattr(run, "serving", lambda *args, **kwargs: pytest.fail("a server was started"))
     assert bench(*arguments) == 1
     assert words in capsys.readouterr().err
 

@@ -50,7 +50,7 @@ def test_a_server_that_ignores_requests_to_end_is_killed(monkeypatch, tmp_path):
 def test_a_model_that_does_not_load_is_an_error_with_the_last_lines(monkeypatch, tmp_path):
     monkeypatch.setitem(server.CODE, "stock", "print('OSError: no such model')\nsys.exit(3)")
     with pytest.raises(ServeError) as error, start(tmp_path / "server"):
-        pytest.fail("it started")
+        pytest.fail("the server started")
     assert error.value.message == "the stock server ended with exit code 3 while it was loading the model"
     assert error.value.facts == {"last lines": "OSError: no such model"}
 
@@ -85,7 +85,7 @@ def test_a_server_that_does_not_start_in_time_is_ended(monkeypatch, tmp_path):
     popen = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pids.append(popen(*a, **k)) or pids[-1])
     with pytest.raises(ServeError) as error, start(tmp_path / "server", timeout=0.5):
-        pytest.fail("it started")
+        pytest.fail("the server started")
     assert (
         "did not start in 0.5 s" in error.value.message and error.value.hint == "allow more time with --start-timeout"
     )

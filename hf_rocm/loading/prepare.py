@@ -73,7 +73,7 @@ def prepare(
     if quantize is not None:
         quantizing.check_options(quantize, force=force)
     if force is False:
-        _log.info("%s stays stock: force=False", type(model).__name__)
+        _log.info("%s is left as it is: force=False", type(model).__name__)
         return model
     forced = force is True or options.force_requested()
     if not forced and not is_rocm():

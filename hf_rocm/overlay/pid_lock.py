@@ -88,8 +88,9 @@ def _remove_stale(path: Path) -> None:
 
 def _is_live(path: Path, text: str) -> bool:
     host, process, start_time, *_ = [*text.splitlines(), "", "", ""]
-    if host == socket.gethostname() and process.isdecimal():
-        return _start_time(int(process)) == start_time != ""
+    # Without /proc, a claim has no start time.
+    if host == socket.gethostname() and process.isdecimal() and start_time:
+        return _start_time(int(process)) == start_time
     try:
         return time.time() - path.stat().st_mtime < OLD
     except FileNotFoundError:

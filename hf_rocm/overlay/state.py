@@ -199,7 +199,10 @@ class LeftOut:
         brief = len(set(self.stock.values())) > LISTED
         for model, reason in self.stock.items():
             by_reason.setdefault(reason.partition(": ")[0] if brief else reason, []).append(model)
-        return absent + [f"{some(models)} stay stock: {reason}" for reason, models in by_reason.items()]
+        return absent + [
+            f"{some(models)} {'stays' if len(models) == 1 else 'stay'} stock: {reason}"
+            for reason, models in by_reason.items()
+        ]
 
     def to_dict(self) -> dict[str, object]:
         return {"absent": list(self.absent), "stock": dict(self.stock)}

@@ -71,8 +71,9 @@ def html(explanation: Facts) -> str:
 def _part(part: Part) -> Iterator[str]:
     delivery = {"in memory": "bound in memory", "installed": "installed in transformers"}[part.delivery]
     yield f"  {part.cls} × {part.instances}  overlay of {part.model}, {delivery}"
-    if part.active < part.instances:
-        yield f"    {part.instances - part.active} stay stock: not prepared, or restored"
+    inactive = part.instances - part.active
+    if inactive:
+        yield f"    {inactive} {'stays' if inactive == 1 else 'stay'} stock: not prepared, or restored"
     if part.group and part.active:
         yield f"    fused {part.fused} of {part.active}: {' + '.join(part.group)}"
         if part.gradients:

@@ -119,7 +119,7 @@ def test_an_unsupported_version_of_a_model_stays_stock_with_the_reason(
     assert refused.value.facts["because"] == REASON
     path_option = ["--transformers-path", str(site.path)]
     assert main(["status", *path_option]) == check_version(path_option) == 0
-    assert capsys.readouterr().out.count(f"gemma stay stock: {REASON}") == 2
+    assert capsys.readouterr().out.count(f"gemma stays stock: {REASON}") == 2
     assert main(["status", "--json", *path_option]) == check_version(["--json", *path_option]) == 0
     shown = capsys.readouterr().out
     assert shown.count('"left_out"') == 2 and shown.count(REASON) == 2

@@ -118,7 +118,7 @@ def test_all_overlays_or_none_are_installed_unless_changed_models_are_skipped(
     assert main(["install-overlays", "--skip-changed", *path_option]) == 0
     shown = capsys.readouterr().out
     for model, (name, _, _) in EDITS.items():
-        assert f"{model} stay stock: upstream changed it: {name} differs" in shown
+        assert f"{model} stays stock: upstream changed it: {name} differs" in shown
     assert {path for path, entry in hashes(newer.path).items() if before[path] != entry} == {
         "transformers/models/bert/modeling_bert.py"
     }

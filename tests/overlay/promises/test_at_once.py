@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -178,8 +179,6 @@ def test_22_without_locks_a_pid_file_is_used_with_a_notice(farm: Farm, catalog: 
 @pytest.mark.usefixtures("without_locks")
 @pytest.mark.parametrize("content", ["dead process", "other start", "other host, long ago", "nonsense, long ago"])
 def test_22_a_stale_pid_file_never_blocks(farm: Farm, content: str) -> None:
-    import socket
-
     site = farm("one")
     claim = site.path / f".transformers{CLAIM}"
     dead = subprocess.Popen([sys.executable, "-c", ""])
@@ -199,14 +198,17 @@ def test_22_a_stale_pid_file_never_blocks(farm: Farm, content: str) -> None:
 
 
 @pytest.mark.usefixtures("without_locks")
-def test_22_a_fresh_pid_file_of_another_host_blocks(farm: Farm) -> None:
+@pytest.mark.parametrize("host", ["elsewhere", "here, without a start time"])
+def test_22_a_fresh_pid_file_of_another_host_blocks(farm: Farm, host: str) -> None:
+    """Without /proc, the writer of a claim on this host can't be identified either."""
     site = farm("one")
     claim = site.path / f".transformers{CLAIM}"
-    claim.write_text("elsewhere\n1\n1\n")
+    host, written = ("elsewhere", "1\n1\n") if host == "elsewhere" else (socket.gethostname(), "1\n\n")
+    claim.write_text(f"{host}\n{written}")
     with pytest.raises(OverlayError, match="another installer") as refused, exclusive(site.root, timeout=0.1):
         pass
-    assert "elsewhere" in refused.value.facts["found"] and "remove this file" in (refused.value.hint or "")
-    assert claim.read_text() == "elsewhere\n1\n1\n"
+    assert host in refused.value.facts["found"] and "remove this file" in (refused.value.hint or "")
+    assert claim.read_text() == f"{host}\n{written}"
 
 
 @pytest.mark.slow

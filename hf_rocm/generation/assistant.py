@@ -21,9 +21,11 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.drafting import Drafts, RoundSettings, may_skip, settings_of
 from hf_rocm.generation.host_tokens import HostTokens, accepted_tokens
 from hf_rocm.generation.hybrid import RECURRENT
+from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.generation.rank_consensus import Agreement
 from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.state import SETTINGS, state_of
+from hf_rocm.generation.token_choice import FindRunner
 from hf_rocm.patches import Change
 
 
@@ -44,6 +46,8 @@ class Rounds:
         self._observed = observed
         self._runner: Runner | None = None
         self._known: HostTokens | None = None  # the tokens of the call; see `follow`
+        self._lookahead: Lookahead
+        self._verifier: FindRunner | None = None  # the model's runner
         self._drafts: Drafts | None = None
         self._settings: RoundSettings | None = None  # the settings of the last call of `generate`
         self._last: _Last | None = None  # the last round, if it did not call `generate`
@@ -72,14 +76,15 @@ class Rounds:
         cache.ahead = tokens
         self.cache, self._runner, self._drafts = cache, None, None
 
-    def follow(self, known: HostTokens) -> bool:
+    def follow(self, known: HostTokens, lookahead: Lookahead) -> bool:
         """Let rounds skip `generate`, if the loop of the call only compares drafts with the tokens that it selects.
 
-        known: the tokens of the call. Returns whether `verified` must be called after every step of this loop.
+        known: the tokens of the call. lookahead: that of the call. Returns whether `verified` must be called after
+        every step of this loop.
         """
         if self._observed or self.model.device != self._assisted.device:
             return False
-        self._known = known
+        self._known, self._lookahead = known, lookahead
         return True
 
     def decode(self, stock: Callable[..., Any], input_ids: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -119,6 +124,9 @@ class Rounds:
         if hasattr(generator, "probs"):
             generator.probs.extend(drafted[1])
         self._last = _Last(drafted[0], input_ids.shape[1], count)
+        verifier = None if self._verifier is None else self._verifier()
+        if verifier is not None:
+            self._lookahead.launch_candidates(drafted[0], input_ids.shape[1] - 1, verifier)
         return drafted[0]
 
     def finish(self, generator: Any) -> None:
@@ -127,11 +135,13 @@ class Rounds:
         if hasattr(generator, "probs"):
             generator.probs.extend(probabilities)
 
-    def verified(self, selected: Tensor, on_host: Tensor) -> None:
+    def verified(self, selected: Tensor, on_host: Tensor, verifier: FindRunner) -> None:
         """Begin the next round as soon as the drafts of the last one are verified.
 
         selected: the tokens with the largest logits of the verifying step, [1, N]; on_host: the same on the host.
+        verifier: a weak reference to the runner of that step.
         """
+        self._verifier = verifier
         last, self._last = self._last, None
         before = None if self._known is None else self._known.on_device
         if last is None or before is None or before.shape[1] != last.length or not self._may_skip():

@@ -1,14 +1,17 @@
-"""Launch the next step of prompt lookup as soon as the tokens of the last step are on the host.
+"""Launch the next step that verifies drafts before transformers' loop has prepared it.
 
-After a step, transformers' loop accepts tokens, looks up drafts, and prepares the next step, while the device waits.
-The accepted tokens and the drafts follow from the step's tokens. So the next step is launched before the loop
-continues, and the loop runs while the device computes. When the loop has prepared the step, its position and tokens are
-compared with those of the launched one. If they differ, or if the step must run in another way, the prepared step runs
-as usual: a step writes only to its outputs and to the cache rows of its own tokens, so the launch has no effect.
+After a step of prompt lookup, transformers' loop accepts tokens, looks up drafts, and prepares the next step, while the
+device waits. The accepted tokens and the drafts follow from the step's tokens. So the next step is launched before the
+loop continues, and the loop runs while the device computes. When the loop has prepared the step, its position and
+tokens are compared with those of the launched one. If they differ, or if the step must run in another way, the prepared
+step runs as usual: a step writes only to its outputs and to the cache rows of its own tokens, so the launch has no
+effect.
 
 After enough steps in a row with the same number of drafts, the next one is queued even before the tokens of the last
 step are on the host: the accepted tokens and the drafts are determined on the device (`ops.look_up_drafts`). If the
 number of drafts then differs, the queued step is not used.
+
+Drafts of an assistant are verified by a step that is launched right after the last draft, which the loop need not read.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from torch import Tensor
 from hf_rocm.errors import GraphError
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.draft_search import DraftSearch, Search
-from hf_rocm.generation.host_tokens import HostTokens, accepted_tokens
+from hf_rocm.generation.host_tokens import HostTokens, Unchanged, accepted_tokens
 from hf_rocm.generation.inputs import confirm
 from hf_rocm.generation.recorded_step import RecordedStep
 from hf_rocm.generation.residents import Source
@@ -38,8 +41,9 @@ class Launched:
     """A step that was launched before transformers' loop prepared it.
 
     position: the number of tokens before the step. ids: the N tokens of the step; input_ids: the same tokens on the
-    device, [1, N]. accepted: the last step's tokens that the loop is expected to append. served: whether the loop has
-    prepared this step.
+    device, [1, N]. accepted: the last step's tokens that the loop is expected to append. candidates: the tensor with
+    all tokens and drafts from which the device copied input_ids; if it is not None, ids and accepted are empty. served:
+    whether the loop has prepared this step.
     """
 
     step: RecordedStep
@@ -47,7 +51,12 @@ class Launched:
     position: int
     ids: list[int]
     accepted: list[int]
+    candidates: Unchanged | None = None
     served: bool = False
+
+    def reads(self, ids: list[int] | None, input_ids: Tensor) -> bool:
+        """Whether the step reads these tokens. ids: the last ones of input_ids, [1, S], or None if unknown."""
+        return ids == self.ids if self.candidates is None else self.candidates.matches(input_ids)
 
 
 def refuses(arguments: Mapping[str, Any], observer: str | None) -> str | None:
@@ -122,7 +131,7 @@ class Lookahead:
         launched = self.launched
         if launched is None:
             return False
-        launched.served = position == launched.position and self._prepared == launched.ids
+        launched.served = position == launched.position and launched.reads(self._prepared, input_ids)
         return launched.served
 
     def take(self, length: int) -> RecordedStep | None:
@@ -219,6 +228,18 @@ class Lookahead:
         if queued is not None:
             self.launched = Launched(*queued, position, ids, accepted)
             self.logits = logits
+
+    def launch_candidates(self, candidates: Tensor, position: int, runner: CallRunner) -> None:
+        """Launch the step that verifies the drafts of an assistant, if that is possible.
+
+        candidates: [1, S], all tokens and drafts, on the device. position: the number of tokens before the step.
+        """
+        if not runner.can_launch or type(runner.cache) is not DecodeCache:
+            return
+        tokens = candidates.shape[1] - position
+        launched = runner.launch(position, tokens, Source(candidates, None, position, position + 1))
+        if launched is not None:
+            self.launched = Launched(*launched, position, [], [], Unchanged(candidates))
 
     def _check_queued(self) -> None:
         """Compare the tokens that the last queued step has read with those on the host, unless they were compared."""

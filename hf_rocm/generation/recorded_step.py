@@ -196,8 +196,8 @@ class Alarm:
 
     def __init__(self, device: torch.device) -> None:
         self.ignored = False  # True if the model's own outputs are not finite
-        self.number = torch.zeros((), device=device)
-        self._sent = torch.zeros((), pin_memory=device.type == "cuda")
+        self.number = torch.zeros((), dtype=torch.float32, device=device)
+        self._sent = torch.zeros((), dtype=torch.float32, pin_memory=device.type == "cuda")
 
     def watch(self, outputs: Sequence[Tensor]) -> None:
         """Check the outputs [..., V] that have a floating-point dtype. Runs within the recorded step."""

@@ -212,7 +212,7 @@ class Runner:
             return False
         for tokens, replays in steps.items():
             step = step_over(self.cache, self._model_state, tokens)
-            if replays and (step is None or step.schedule.due_in(self._call, replays)):
+            if replays and (step is None or step.draft is None or step.schedule.due_in(self._call, replays)):
                 return False
         return True
 

@@ -70,7 +70,7 @@ class Verification:
         if call is None or not call.can_launch:
             on_host = step.tokens.cpu()
             if self.rounds is not None:
-                self.rounds.verified(step.tokens, on_host)
+                self.rounds.verified(step.tokens, on_host, runner)
             return step.tokens, on_host
         # copied before the host waits for the step, because the next one may write to the same tensors
         tokens = step.tokens.clone()
@@ -104,7 +104,7 @@ def of_call(
     # `holds` returns False if there are logits processors.
     if not result.holds():
         return None
-    if rounds is not None and rounds.follow(result.tokens):
+    if rounds is not None and rounds.follow(result.tokens, result.lookahead):
         result.rounds = rounds
     return result
 

@@ -85,7 +85,7 @@ def _finish(call: FinishStepCall, largest: Tensor) -> tuple[Tensor, ...]:
     append_digest(call.digests, sum_of_words([call.words, largest, *([] if call.further is None else [call.further])]))
     if call.probability is None:
         return call.tokens, call.digests, call.doubt
-    probabilities = call.logits[-1, -1].to(torch.float32).softmax(-1)
+    probabilities = call.logits[-1, -1].to(call.probability.dtype).softmax(-1)
     call.probability.copy_(probabilities.gather(0, largest[-1, -1:]))
     return call.tokens, call.digests, call.doubt, call.probability
 
@@ -107,7 +107,7 @@ def _cases(spec: FinishStepSpec) -> Iterator[Case]:
     logits = draw(rows, 1, dim)
     first = (torch.arange(rows, device=spec.device) * 7919 + dim // 3) % dim
     for place in (first, (first + dim // 2) % dim):
-        logits.scatter_(-1, place[:, None, None], 50.0)
+        logits.scatter_(-1, place[:, None, None], 8.0)
     bad = logits.clone()
     bad[0, 0, dim // 2], bad[-1, 0, 0] = torch.inf, torch.nan
     integers: dict[str, Any] = {"dtype": torch.int64, "device": spec.device}

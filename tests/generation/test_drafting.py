@@ -16,6 +16,7 @@ import hf_rocm
 from hf_rocm.generation import drafting
 from hf_rocm.generation.assistant import Rounds
 from hf_rocm.generation.host_tokens import HostTokens
+from hf_rocm.generation.lookahead import Lookahead
 from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.schedule import Schedule
 from hf_rocm.generation.state import known
@@ -177,12 +178,43 @@ def test_rounds_begin_before_transformers_prepares_them(trio, drafts, monkeypatc
 def test_a_round_that_began_with_other_tokens_is_not_used(trio, drafts, monkeypatch):
     used, verified = [], Rounds.verified
 
-    def wrong(rounds, selected, on_host):
-        verified(rounds, (selected + 1) % 60, (on_host + 1) % 60)
+    def wrong(rounds, selected, on_host, verifier):
+        verified(rounds, (selected + 1) % 60, (on_host + 1) % 60, verifier)
         used.append(rounds._drafts is not None and rounds._drafts._begun is not None)
 
     monkeypatch.setattr(Rounds, "verified", wrong)
     assert compare(*trio(), drafts) > CALLS and any(used)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """For every verifying step that was launched early, whether the loop used it."""
+    used, take = [], Lookahead.take
+
+    def takes(lookahead, length):
+        launched, step = lookahead.launched, take(lookahead, length)
+        if launched is not None:
+            used.append(step is launched.step)
+        return step
+
+    monkeypatch.setattr(Lookahead, "take", takes)
+    return used
+
+
+def test_drafts_are_verified_by_a_step_that_is_launched_early(trio, drafts, launches):
+    skipped = compare(*trio(), drafts)
+    assert all(launches) and len(launches) > skipped / 2
+
+
+def test_a_verifying_step_with_other_tokens_is_not_used(trio, drafts, launches, monkeypatch):
+    launch = Lookahead.launch_candidates
+
+    def wrong(lookahead, candidates, *args):
+        launch(lookahead, (candidates + 1) % 60, *args)
+
+    monkeypatch.setattr(Lookahead, "launch_candidates", wrong)
+    compare(*trio(), drafts)
+    assert launches and not any(launches)
 
 
 @pytest.mark.parametrize("early", [True, False])
@@ -301,7 +333,16 @@ def test_models_on_different_devices_call_generate(trio, monkeypatch):
         rounds = Rounds(assistant, model if different else assistant, limit=64, translated=False, observed=False)
         with monkeypatch.context() as patched:
             patched.setattr(type(model), "device", property(lambda self: devices[id(self)]))
-            assert rounds.follow(HostTokens()) is not different
+            tokens = HostTokens()
+            assert rounds.follow(tokens, Lookahead(tokens)) is not different
+
+
+def test_an_assistant_in_fp64_calls_generate(trio, drafts):
+    """Its recorded steps don't determine the tokens with the largest logits."""
+    prepared_pair, stock_pair = trio()
+    for model in (prepared_pair[1], stock_pair[1]):
+        model.double()
+    assert compare(prepared_pair, stock_pair, drafts) == 0 and known(prepared_pair[1]).replayed > CALLS
 
 
 def test_sampling_calls_generate(trio, drafts):

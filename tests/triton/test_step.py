@@ -19,8 +19,8 @@ def finished(logits, extra=None, run=routed):
     """Returns (copy, tokens, digests, doubt, probability)."""
     device = logits.device
     out, tokens = torch.full_like(logits, 7), torch.full(logits.shape[:2], -1, device=device)
-    digests, doubt = torch.tensor(BEFORE, device=device), torch.zeros((), device=device)
-    probability = torch.full((1,), -1.0, device=device)
+    digests, doubt = torch.tensor(BEFORE, device=device), torch.zeros((), dtype=torch.float32, device=device)
+    probability = torch.full((1,), -1.0, dtype=torch.float32, device=device)
     run("finish_step", logits, out, tokens, digests, doubt, extra, probability)
     return out, tokens, digests, doubt, probability
 
@@ -79,6 +79,17 @@ def test_doubt_stays_set():
     arguments = torch.empty_like(logits), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(5, dtype=torch.int64)
     routed("finish_step", logits, *arguments, doubt)
     assert doubt.isnan()
+
+
+def test_the_probability_does_not_depend_on_the_default_dtype():
+    logits = 4 * random(1, 1, 3000, dtype=torch.float32)
+    expected = finished(logits)[4]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(finished(logits)[4], expected) and expected.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(before)
 
 
 @pytest.mark.parametrize(("count", "dim"), [(1, 128256), (1, 32000), (8, 151936), (33, 1000), (256, 262144), (1, 7)])

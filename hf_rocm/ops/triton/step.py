@@ -149,7 +149,7 @@ def _finish_step(*arguments: Any) -> tuple[Tensor, ...]:
     pieces = parts(count, dim)
     largest = tokens.new_empty((2, count * pieces))
     wrong = tokens.new_empty(count * pieces, dtype=torch.int32)
-    exponentials = None if probability is None else doubt.new_empty((2, count * pieces))
+    exponentials = None if probability is None else doubt.new_empty((2, count * pieces), dtype=torch.float32)
     launch(
         logits_kernel,
         (pieces, count),

@@ -239,8 +239,8 @@ def finish_kernel(
         last = (count - 1) * PARTS + tl.arange(0, PARTS)
         limit = tl.load(exponentials + last)
         total = tl.sum(tl.load(exponentials + count * PARTS + last) * tl.exp(limit - tl.max(limit, 0)), 0)
-        # The exponential of the largest logit is 1.
-        tl.store(probability, 1.0 / total)
+        # The exponential of the largest logit is 1, unless all logits are -inf.
+        tl.store(probability, tl.where(total == 0.0, float("nan"), 1.0 / total))
     slot = tl.arange(0, SLOTS)
     earlier = tl.load(digests + slot + 1, mask=slot < KEPT - 1, other=0)
     tl.store(digests + slot, tl.where(slot == KEPT - 1, digest, earlier), mask=slot < KEPT)

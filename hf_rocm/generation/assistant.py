@@ -52,6 +52,8 @@ class Rounds:
         self._settings: RoundSettings | None = None  # the settings of the last call of `generate`
         self._last: _Last | None = None  # the last round, if it did not call `generate`
         self._accepted: list[int] = []  # the tokens that the model accepted, if the next round has begun
+        self._in_a_row = 0  # the number of rounds in a row whose drafts were all accepted
+        self._guessed = False  # whether the next round has begun as if all drafts of this one were accepted too
 
     def refuses(self, generation_config: Any) -> str | None:
         """Return why the rounds can't be recorded, or None."""
@@ -102,7 +104,7 @@ class Rounds:
         generator: an `AssistedCandidateGenerator` of the call. arguments: the argument of its `_generate_candidates`.
         Returns the tokens so far, followed by the drafts, [1, S]; None if the round has to call `generate`.
         """
-        accepted, self._accepted = self._accepted, []
+        accepted, self._accepted, self._guessed = self._accepted, [], False
         if self._drafts is None:
             return None
         begun = self._drafts.take()
@@ -124,10 +126,34 @@ class Rounds:
         if hasattr(generator, "probs"):
             generator.probs.extend(drafted[1])
         self._last = _Last(drafted[0], input_ids.shape[1], count)
-        verifier = None if self._verifier is None else self._verifier()
-        if verifier is not None:
-            self._lookahead.launch_candidates(drafted[0], input_ids.shape[1] - 1, verifier)
+        self._verify(self._last)
         return drafted[0]
+
+    def _verify(self, last: _Last) -> None:
+        """Launch the step that verifies these drafts and, if that is likely to save time, a draft of the next round."""
+        verifier = None if self._verifier is None else self._verifier()
+        if verifier is None:
+            return
+        step = self._lookahead.launch_candidates(last.tokens, last.length - 1, verifier)
+        following = self._following(last, last.tokens.shape[1] + 1, every=True)
+        if step is None or self._in_a_row < _LIKELY or not following:
+            return
+        assert self._drafts is not None and self._settings is not None
+        # The draft is computed while the host reads the tokens of the step, and is dropped if they differ.
+        tokens = last.tokens, step.tokens[:, -1:]
+        self._guessed = self._drafts.begin(self.model, self._settings, tokens, following, launched=1)
+
+    def _following(self, last: _Last, length: int, *, every: bool) -> int:
+        """The expected number of drafts of the next round; 0 if there is none.
+
+        length: the length of the sequence then. every: whether the model accepts every draft of the last round.
+        """
+        if length + 1 >= self.limit:
+            return 0
+        # After a round, transformers raises the limit if it was reached and every draft was accepted; otherwise it
+        # lowers it by at most one. A round with fewer drafts than its limit is probably followed by one as long.
+        most = last.limit if every else last.limit - 1
+        return max(1, min(last.tokens.shape[1] - last.length, most, self.limit - length - 1))
 
     def finish(self, generator: Any) -> None:
         """Append the probability of the last draft to those of the generator, which reads them after every round."""
@@ -142,6 +168,8 @@ class Rounds:
         verifier: a weak reference to the runner of that step.
         """
         self._verifier = verifier
+        guessed, self._guessed = self._guessed, False
+        in_a_row, self._in_a_row = self._in_a_row, 0
         last, self._last = self._last, None
         before = None if self._known is None else self._known.on_device
         if last is None or before is None or before.shape[1] != last.length or not self._may_skip():
@@ -152,13 +180,16 @@ class Rounds:
             return
         self._known.draft(drafts, last.tokens)
         accepted = accepted_tokens(drafts, chosen)
-        if last.length + len(accepted) + 1 >= self.limit or not self._settings.ends.isdisjoint(accepted):
+        every = len(accepted) == len(chosen)
+        following = self._following(last, last.length + len(accepted), every=every)
+        if not following or not self._settings.ends.isdisjoint(accepted):
             return
-        self._accepted = accepted
+        self._accepted, self._in_a_row = accepted, in_a_row + 1 if every else 0
+        if guessed and every:
+            self._drafts.go_on(self.model, self._settings, following, launched=following)
+            return
         tokens = before, selected[:, : len(accepted)]
-        # The limit falls by at most one. A round with fewer drafts than its limit is probably followed by one as long.
-        following = min(len(drafts), last.limit - 1, self.limit - last.length - len(accepted) - 1)
-        self._drafts.begin(self.model, self._settings, tokens, max(following, 1))
+        self._drafts.begin(self.model, self._settings, tokens, following, launched=following)
 
     def _may_skip(self) -> bool:
         return SETTINGS in self.model.__dict__ and may_skip(self.model)
@@ -172,6 +203,12 @@ class Rounds:
             self._runner = Runner(state_of(self.model), self.cache, probable=True)
             self._drafts = Drafts(self._runner)
         return self._runner(self.model, arguments)
+
+
+# After this number of rounds in a row whose drafts were all accepted, the probability that a draft of the next round is
+# rejected is about 1 in 5. A right guess saves the time in which the host reads the tokens of a step and launches the
+# next one, and a wrong guess costs a step of the assistant, most of which is computed in this time.
+_LIKELY = 3
 
 
 class _Last(NamedTuple):

@@ -128,9 +128,9 @@ class Drafts:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._values: list[_Values] = []  # for the first draft of a round, the second one, and so on
+        self._values: list[_Values] = []  # of the drafts that `of` has returned last
+        self._spare: list[_Values] = []  # of the next round
         self._unread: list[_Values] = []  # the values of the last draft of a round, if they were not read
-        self._rest: list[float] = []  # its probability, if it was read
         self._begun: Begun | None = None  # the next round
 
     def of(
@@ -170,32 +170,49 @@ class Drafts:
             # The device computes this step while the host checks the draft of the previous one.
             if not index or not reads:
                 continue
-            token, probability = self._values[index - 1].read()
+            token, probability = self._spare[index - 1].read()
             if threshold:
                 probabilities.append(probability)
             if token in settings.ends or probability < threshold:
                 kv.level(length + index - 1)
+                self._values, self._spare = self._spare, self._values
                 return current.tokens[:, : length + index], probabilities
+        self._values, self._spare = self._spare, self._values
         self._unread = [self._values[count - 1]] if threshold else []
         return current.tokens, probabilities
 
-    def begin(self, model: Any, settings: RoundSettings, tokens: Sequence[Tensor], count: int) -> None:
+    def begin(
+        self, model: Any, settings: RoundSettings, tokens: Sequence[Tensor], count: int, *, launched: int
+    ) -> bool:
         """Launch the first drafts of the next round, if that is possible, before transformers prepares it.
 
-        tokens: the expected tokens, which are joined: [1, S] in all. count: the number of drafts to launch.
+        tokens: the expected tokens, which are joined: [1, S] in all. count: the expected number of drafts. launched:
+        how many of them are launched. Returns whether the round has begun.
         """
-        kv, start = self._runner.cache, sum(part.shape[1] for part in tokens) - _REPEATED
-        before: int = kv.length
-        # before other values are sent
-        self._rest = self.last_probability()
+        start = sum(part.shape[1] for part in tokens) - _REPEATED
         self._begun = None
-        if not 0 < start <= before:
+        if 0 < start <= self._runner.cache.length:
+            self._begun = Begun(tokens, start, count)
+            self.go_on(model, settings, count, launched=launched)
+        return self._begun is not None
+
+    def go_on(self, model: Any, settings: RoundSettings, count: int, *, launched: int) -> None:
+        """Launch drafts of the round that `begin` has begun, until `launched` of them are. See `begin`."""
+        kv, begun = self._runner.cache, self._begun
+        if begun is None or not begun.usable:
             return
+        before: int = kv.length
+        start, length = begun.place
         kv.level(start)
-        begun = Begun(tokens, start, count)
         if self._may_launch(model, settings, begun, count):
-            self._begun = begun
-            begun.usable = all(self._launch(begun, settings) for _ in range(count))
+            begun.resize(count)
+            if begun.drafts:
+                kv.level(length + begun.drafts - 1)
+            begun.usable = all(self._launch(begun, settings) for _ in range(launched - begun.drafts))
+        elif begun.drafts:
+            begun.usable = False
+        else:
+            self._begun = None
         kv.level(before)
 
     def take(self) -> Begun | None:
@@ -213,9 +230,8 @@ class Drafts:
 
         It is empty if the probability was not needed, or if `of` or an earlier call has returned it.
         """
-        rest, unread = self._rest, self._unread
-        self._rest, self._unread = [], []
-        return rest + [values.read()[1] for values in unread]
+        unread, self._unread = self._unread, []
+        return [values.read()[1] for values in unread]
 
     def on_host(self, count: int) -> list[int]:
         """Return the first `count` drafts of the last round. Waits for them."""
@@ -240,9 +256,9 @@ class Drafts:
             return False
         assert step.draft is not None
         tokens[0, length + index] = step.draft[0]
-        if index == len(self._values):
-            self._values.append(_Values(tokens.device))
-        self._values[index].send(step.draft)
+        if index == len(self._spare):
+            self._spare.append(_Values(tokens.device))
+        self._spare[index].send(step.draft)
         begun.drafts += 1
         return True
 

@@ -42,8 +42,8 @@ class Launched:
 
     position: the number of tokens before the step. ids: the N tokens of the step; input_ids: the same tokens on the
     device, [1, N]. accepted: the last step's tokens that the loop is expected to append. candidates: the tensor with
-    all tokens and drafts from which the device copied input_ids; if it is not None, ids and accepted are empty. served:
-    whether the loop has prepared this step.
+    all tokens and drafts from which the device copied input_ids; if it is not None, ids and accepted are empty. copy:
+    that of the tokens with the largest logits, or None. served: whether the loop has prepared this step.
     """
 
     step: RecordedStep
@@ -52,6 +52,7 @@ class Launched:
     ids: list[int]
     accepted: list[int]
     candidates: Unchanged | None = None
+    copy: HostCopy | None = None
     served: bool = False
 
     def reads(self, ids: list[int] | None, input_ids: Tensor) -> bool:
@@ -89,6 +90,7 @@ class Lookahead:
         self._prepared: list[int] | None = None  # the tokens of the step that the loop has prepared
         self._ids: list[int] | None = None  # the tokens of the step that the loop has called last
         self.launched: Launched | None = None
+        self._called: Launched | None = None  # the step that the loop has called last, if it was launched early
         self.logits: Tensor | None = None
         self._alike = 0, 0  # the number of tokens of the last step, and how many steps right before it had as many
         # the time of the last arrival of tokens on the host, and the time between the last two arrivals, in s
@@ -96,7 +98,7 @@ class Lookahead:
         self._gap = 0.0  # the time from the arrival of tokens to the launch of the next step, in s
         self._header: Tensor | None = None
         self._queued: tuple[RecordedStep, Tensor] | None = None  # a step whose tokens are not on the host yet
-        self._copies = HostCopies()  # copies of the tokens of queued steps
+        self._copies = HostCopies()  # copies of the tokens that queued steps have read, or that launched ones select
         self._unchecked: tuple[list[int], HostCopy] | None = None  # the tokens of a queued step: expected, read
 
     def candidates(self, input_ids: Tensor, search: Search) -> Tensor:
@@ -141,12 +143,23 @@ class Lookahead:
         """
         # `_prepared` is None if transformers has prepared the step.
         self._ids, self._prepared = self._prepared, None
-        launched, self.launched, self.logits = self.launched, None, None
+        launched, self.launched, self._called, self.logits = self.launched, None, None, None
         if launched is None:
             return None
         if launched.position < length:
             raise GraphError("a step that was launched early has overwritten keys of earlier tokens")
-        return launched.step if launched.served else None
+        if not launched.served:
+            return None
+        self._called = launched
+        return launched.step
+
+    def on_host(self, step: RecordedStep) -> Tensor:
+        """Return the tokens with the largest logits of the step that the loop has called last, on the host."""
+        assert step.tokens is not None
+        called = self._called
+        if called is None or called.step is not step or called.copy is None:
+            return step.tokens.cpu()
+        return called.copy.read().clone()
 
     def end(self, length: int) -> None:
         """Called when the loop has ended. length: the length of the cache. Raises the errors of `take` and `launch`."""
@@ -229,17 +242,23 @@ class Lookahead:
             self.launched = Launched(*queued, position, ids, accepted)
             self.logits = logits
 
-    def launch_candidates(self, candidates: Tensor, position: int, runner: CallRunner) -> None:
+    def launch_candidates(self, candidates: Tensor, position: int, runner: CallRunner) -> RecordedStep | None:
         """Launch the step that verifies the drafts of an assistant, if that is possible.
 
         candidates: [1, S], all tokens and drafts, on the device. position: the number of tokens before the step.
+        Returns the step, or None if it was not launched.
         """
         if not runner.can_launch or type(runner.cache) is not DecodeCache:
-            return
+            return None
         tokens = candidates.shape[1] - position
         launched = runner.launch(position, tokens, Source(candidates, None, position, position + 1))
-        if launched is not None:
-            self.launched = Launched(*launched, position, [], [], Unchanged(candidates))
+        step = None if launched is None else launched[0]
+        if launched is None or step is None or step.tokens is None:
+            return None
+        # Kernels that are launched after the step need not end before the host receives its tokens.
+        copy = self._copies.send(step.tokens)
+        self.launched = Launched(*launched, position, [], [], Unchanged(candidates), copy)
+        return step
 
     def _check_queued(self) -> None:
         """Compare the tokens that the last queued step has read with those on the host, unless they were compared."""

@@ -68,7 +68,7 @@ class Verification:
         assert step.tokens is not None
         call = runner() if self.lookahead.expects() else None
         if call is None or not call.can_launch:
-            on_host = step.tokens.cpu()
+            on_host = self.lookahead.on_host(step)
             if self.rounds is not None:
                 self.rounds.verified(step.tokens, on_host, runner)
             return step.tokens, on_host

@@ -206,11 +206,29 @@ def test_drafts_are_verified_by_a_step_that_is_launched_early(trio, drafts, laun
     assert all(launches) and len(launches) > skipped / 2
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_after_a_round_whose_drafts_were_accepted_a_draft_is_launched_before_the_next_ones_are_verified(
+    noise, trio, drafts, monkeypatch
+):
+    guessed, right, go_on = [], [], drafting.Drafts.go_on
+
+    def goes_on(self, *args, launched):
+        right.append(self._begun.drafts == 1)
+        go_on(self, *args, launched=launched)
+        guessed.append(self._begun is not None and launched == self._begun.drafts == 1)
+
+    monkeypatch.setattr("hf_rocm.generation.assistant._LIKELY", 1)
+    monkeypatch.setattr(drafting.Drafts, "go_on", goes_on)
+    compare(*trio(noise=noise, number=3), drafts, new=120)
+    # Without noise, all drafts are accepted.
+    assert 0 < sum(right) <= sum(guessed) and (sum(right) < sum(guessed)) is (noise > 0)
+
+
 def test_a_verifying_step_with_other_tokens_is_not_used(trio, drafts, launches, monkeypatch):
     launch = Lookahead.launch_candidates
 
     def wrong(lookahead, candidates, *args):
-        launch(lookahead, (candidates + 1) % 60, *args)
+        return launch(lookahead, (candidates + 1) % 60, *args)
 
     monkeypatch.setattr(Lookahead, "launch_candidates", wrong)
     compare(*trio(), drafts)

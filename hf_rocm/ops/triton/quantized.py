@@ -16,10 +16,11 @@ from torch import Tensor
 from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.eight_bit import BLOCK, FP8, FP8_FNUZ
+from hf_rocm.ops.fakes import like
 from hf_rocm.ops.four_bit import INT4, PER_WORD, SIGNED, kernel_groups, run_length, table_bytes
 from hf_rocm.ops.triton import detect, linear, norm
 from hf_rocm.ops.triton.launch import launch, units, warps
-from hf_rocm.ops.triton.tiles import ROWS, dequantize_tile, eight_bit_tile, four_bit_tile
+from hf_rocm.ops.triton.tiles import ROWS, dequantize_tile, eight_bit_tile, four_bit_tile, reorder_tile
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
@@ -115,6 +116,7 @@ def quantized_linear(call: QuantizedCall) -> Tensor:
         call.zeros,
         call.code,
         *(call.nested or (None, None)),
+        call.order,
         call.activation,
     )
     return result
@@ -133,6 +135,7 @@ def _forward(
     code: str | None,
     nested_code: Tensor | None,
     nested_factors: Tensor | None,
+    order: Tensor | None,
     activation: str | None,
 ) -> Tensor:
     out = linear.empty_output(x, weight, scale, bias, norm_weight, residual, activation)
@@ -145,6 +148,8 @@ def _forward(
     # A separate kernel for the norm is faster, because converting W takes arithmetic too.
     if norm_weight is not None:
         x = norm.rms_norm(x, norm_weight, eps, one_plus)
+    if order is not None:
+        x = _reorder(x, order)
     from hf_rocm.ops.triton.kernels import linear as kernels
 
     device, gated = describe(x.device), activation is not None
@@ -200,10 +205,27 @@ def _forward(
 _traced = opaque(
     "triton_quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm_weight, "
     "Tensor? residual, float eps, bool one_plus, Tensor? zeros, str? code, Tensor? nested_code, "
-    "Tensor? nested_factors, str? activation) -> Tensor",
+    "Tensor? nested_factors, Tensor? order, str? activation) -> Tensor",
     _forward,
     linear.empty_output,
 )
+
+
+def _reorder(x: Tensor, order: Tensor) -> Tensor:
+    out = like(x)
+    k = x.shape[-1]
+    m = out.numel() // k if k else 0
+    if m:
+        from hf_rocm.ops.triton.kernels.reorder import reorder_kernel
+
+        block, threads = reorder_tile(m)
+        grid, arguments = (m, -(-k // block)), (x.contiguous(), order, out, k)
+        launch(reorder_kernel, grid, arguments, {"BLOCK": block}, num_warps=warps(threads, x.device))
+    return out
+
+
+# x.index_select(-1, order)
+reorder = opaque("triton_reorder(Tensor x, Tensor order) -> Tensor", _reorder, like)
 
 
 def dequantized_linear(call: QuantizedCall) -> Tensor:

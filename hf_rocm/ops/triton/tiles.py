@@ -202,6 +202,11 @@ def dequantize_tile(k: int, run: int) -> tuple[int, int]:
     return size, threads
 
 
+def reorder_tile(rows: int) -> tuple[int, int]:
+    """(columns, threads) of a program that reorders the columns of a row. Measured on one NVIDIA H200."""
+    return (512, 128) if rows <= 8 else (2048, 256)
+
+
 def rounding_tile(k: int) -> tuple[int, int]:
     """(columns, threads) of a program that rounds a row of K numbers. A thread reads 16 bytes of bf16 at a time."""
     block = min(2048, max(512, power_of_two(k)))

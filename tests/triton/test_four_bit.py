@@ -55,16 +55,31 @@ def zero_points(scale: torch.Tensor) -> torch.Tensor:
     return (torch.arange(scale.numel()) % 17).view(scale.shape).to(torch.uint8)
 
 
-# with one scale per row, K = 640 and 1536 have several blocks of runs
+# With one scale per row, K = 640 and 1536 have several blocks of runs. The others have 1, 4 or 8 groups per block.
 @pytest.mark.parametrize("scales", [BF16, FP16, torch.float32], ids=str)
-@pytest.mark.parametrize(("k", "group"), [(640, 128), (640, 32), (256, 64), (640, 640), (1536, 1536), (128, 128)])
+@pytest.mark.parametrize(
+    ("k", "group"),
+    [(640, 128), (640, 32), (256, 64), (768, 32), (1536, 128), (640, 640), (1536, 1536), (128, 128)],
+)
 @pytest.mark.parametrize("m", [1, 3])
 def test_zero_points_and_any_dtype_of_scales_are_supported(m, k, group, scales):
-    x, weight = random(m, k, dtype=BF16), random(18, k, dtype=BF16, seed=1)
+    dtype = FP16 if k == 768 else BF16
+    x, weight = random(m, k, dtype=dtype), random(18, k, dtype=dtype, seed=1)
     words, scale = quantize_groups(weight, group)
     check(x, words, scale.to(scales) * 1.001)
-    check(x, words, scale.to(scales), random(18, dtype=BF16, seed=2), zeros=zero_points(scale))
+    check(x, words, scale.to(scales), random(18, dtype=dtype, seed=2), zeros=zero_points(scale))
     check(x, words, scale.to(scales), zeros=zero_points(scale), activation="silu")
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_scales_and_zero_points_at_any_address_are_supported(m):
+    x = random(m, 512, dtype=BF16)
+    words, scale = quantize_groups(random(16, 512, dtype=BF16, seed=1), 128)
+    zeros = zero_points(scale)
+    expected = routed("quantized_linear", x, words, scale, zeros=zeros)
+    scale, zeros = (torch.cat([part.flatten()[:1], part.flatten()])[1:].view_as(part) for part in (scale, zeros))
+    assert scale.data_ptr() % 4 and zeros.data_ptr() % 4
+    assert torch.equal(routed("quantized_linear", x, words, scale, zeros=zeros), expected)
 
 
 @pytest.mark.parametrize("units", [0, 1000])

@@ -163,10 +163,13 @@ def _forward(
         group = k // scale.shape[1]
         run = run_length(k, group)
         target: dict[str, Any] = {"rocm": device.rocm, "arch": device.arch, "units": units(x.device)}
-        tile = four_bit_tile(m, n, gated, run, table=code is not None, **target)
+        coded = code is not None
+        tile = four_bit_tile(m, n, gated, run, table=coded, scale_bytes=scale.element_size(), **target)
         kernel = four_bit_matrix.four_bit_rows if tile.matrix else four_bit.four_bit_vector
         # without matrix instructions, fp16 numbers are converted to fp32 before they are multiplied
         numbers = _table(code, x.dtype if tile.matrix else torch.float16, x.device)
+        together = PER_WORD * run // group
+        scale, zeros = _aligned(scale, together), None if zeros is None else _aligned(zeros, together)
         tables = (zeros, numbers, nested_code, nested_factors)
         sizes = (m, n, k // PER_WORD, _PATTERNS[device.rocm])
         group, step = kernel_groups(k, group)
@@ -281,6 +284,12 @@ def _table(code: str | None, dtype: torch.dtype, device: torch.device) -> Tensor
 def _constants(code: str | None, device: Device) -> dict[str, Any]:
     """The constants SIGNED and SELECT of the 4-bit kernels."""
     return {"SIGNED": code in SIGNED, "SELECT": _select(device)}
+
+
+def _aligned(numbers: Tensor, together: int) -> Tensor:
+    """The same tensor, copied unless the kernels can load this many adjacent numbers, up to 8 bytes, at once."""
+    size = min(8, max(1, together) * numbers.element_size())
+    return numbers.clone() if numbers.data_ptr() % size else numbers
 
 
 def _select(device: Device) -> str | None:

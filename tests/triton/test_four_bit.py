@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hf_rocm.ops.four_bit import GROUPS, quantize_groups
 from hf_rocm.ops.triton import quantized
 from tests.amdgcn import suite
 from tests.triton.routed import random, routed
+from tests.triton.test_four_bit_codes import execute
 from tests.triton.test_quantized import BF16, FORMS, FP16, check, check_once
 
 
@@ -127,3 +129,18 @@ def test_every_value_is_decoded_at_every_position(m, dtype):
     if suite.gpu() is not None:
         scale = torch.arange(1, 65, dtype=BF16)[:, None].repeat(1, groups)
         check_once(random(m if m == 1 else 13, k, dtype=dtype), words.repeat(4, 1), scale, None)
+
+
+@pytest.mark.parametrize("run", range(8))
+def test_nvidias_instructions_insert_numbers_of_two_words_at_a_time(run):
+    """Neither the interpreter nor AMD's machine code executes this PTX. The operands are those of `integers`."""
+    from hf_rocm.ops.triton.kernels import four_bit as kernels
+
+    words = 0x76543210, 0xFEDCBA98, 0x13579BDF
+    for dtype, bits, offset in ((BF16, 0x43004300, 128), (FP16, 0x64006400, 1024)):
+        for pair in itertools.product(words, repeat=2):
+            more = (0x7632 if run >= 4 else 0x5410, run % 4 * 4, bits)
+            operands = [*pair, *(value for value in more for _ in range(2))]
+            (both,) = execute(kernels._PAIR.value.split("\n")[2:-1], operands, count=1)
+            numbers = torch.tensor([both & 0xFFFF, both >> 16], dtype=torch.int16).view(dtype)
+            assert (numbers - offset).tolist() == [word >> (4 * run) & 0xF for word in pair]

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from hf_rocm import ops, options
-from hf_rocm.ops.four_bit import quantize_groups
+from hf_rocm.ops import probe_cases
+from hf_rocm.ops.four_bit import INT4, quantize_groups
 from hf_rocm.ops.triton import quantized
 from hf_rocm.ops.triton.tiles import reorder_tile
 from tests.triton.routed import compiled_once, random, with_gaps
-from tests.triton.test_quantized import BF16, FORMS, FP16
+from tests.triton.test_quantized import BF16, FORMS, FP16, SPEC
 
 
 # With 9 rows, blocks are wider.
@@ -49,6 +50,12 @@ def test_columns_of_x_are_reordered_after_the_norm(m, form):
         expected = ops.quantized_linear(normed.index_select(-1, order), *arguments, **kwargs)
         for stored in (order, order.int()):
             assert torch.equal(ops.quantized_linear(x, *arguments, norm=norm, order=stored, **kwargs), expected)
+
+
+@pytest.mark.parametrize(("name", "rows"), [(quantized.NAME, 1), (quantized.DEQUANTIZE, 0)])
+def test_the_first_use_check_passes(name, rows):
+    spec = SPEC._replace(format=INT4, group=64, k=256, n=32, rows=rows, order=True)
+    assert probe_cases.check("quantized_linear", "triton", name, spec) is None
 
 
 def test_it_compiles_into_one_graph():

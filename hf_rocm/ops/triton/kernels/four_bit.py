@@ -22,8 +22,16 @@ from hf_rocm.ops.triton.tiles import four_bit_tile
 _NVIDIA = tl.constexpr(NVIDIA)
 # The PTX of `integers` for two words: the halves with the run of both words in one register, then two numbers at once.
 _PAIR = tl.constexpr(
-    "{ .reg .b32 halves; prmt.b32 halves, $1, $2, $3; shr.u32 halves, halves, $5; "
-    "lop3.b32 $0, halves, 0x000F000F, $7, 0xEA; }"
+    "\n".join(
+        (
+            "{",
+            ".reg .b32 halves;",
+            "prmt.b32 halves, $1, $2, $3;",
+            "shr.u32 halves, halves, $5;",
+            "lop3.b32 $0, halves, 0x000F000F, $7, 0xEA;",
+            "}",
+        )
+    )
 )
 
 

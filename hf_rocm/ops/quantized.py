@@ -53,6 +53,7 @@ def quantized_linear(
     zeros: Tensor | None = None,
     code: str | None = None,
     nested: Nested | None = None,
+    order: Tensor | None = None,
 ) -> Tensor:
     """rms_norm(x) (s · W)ᵀ + b, then the gate, then + residual; the norm, gate and residual only if given.
 
@@ -61,7 +62,8 @@ def quantized_linear(
     shuffled: the weight is in the order of `eight_bit.shuffle_rows`. round_input: round the rows of x to the format of
     W; ignored unless W has 8 bits and one scale per row. norm, activation, residual: as in `fused_linear`. zeros, code,
     nested: the zero points of the groups, the name of the 4-bit format, and how uint8 scales are decoded; see
-    `four_bit.dequantize_groups`.
+    `four_bit.dequantize_groups`. order: [K] int32 or int64, the column of rms_norm(x) for every column of W; None: the
+    columns are in the same order.
     Returns [..., N], or [..., N / 2] with an activation, in x's dtype.
     Raises `OptionError` if gradients are enabled and x requires them, and for activations that `fused_linear` does
     not support.
@@ -109,6 +111,7 @@ def quantized_linear(
         scale_dtype,
         zeros is not None,
         code,
+        order is not None,
     )
     call = QuantizedCall(
         x,
@@ -126,6 +129,7 @@ def quantized_linear(
         zeros,
         code,
         nested,
+        order,
     )
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
     result: Tensor = serve(call)
@@ -216,6 +220,7 @@ def _cases(spec: QuantizedSpec) -> Iterator[Case]:
         scale = scale.to(spec.scale_dtype)
     zeros = (weight[:, :1] & 15).expand(scale.shape).to(torch.uint8).contiguous() if spec.zeros else None
     norm_weight = None if spec.norm_dtype is None else draw(spec.k).to(spec.norm_dtype)
+    order = draw(spec.k).argsort().int() if spec.order else None
     columns = n if spec.activation is None else n // 2
     # a single row, a few rows, and more rows than the largest tile
     for m in (1, 33, 300) if spec.round_input else (1, 3, 33, 70):
@@ -237,6 +242,7 @@ def _cases(spec: QuantizedSpec) -> Iterator[Case]:
                 zeros,
                 spec.code,
                 nested,
+                order,
             ),
         )
 
@@ -284,7 +290,7 @@ _operation.register(
         "triton",
         triton.DEQUANTIZE,
         triton.dequantize_refuses,
-        one_by_one(triton.dequantized_linear),
+        one_by_one(triton.dequantized_linear, reorder=triton.reorder),
         triton_detect.checked("quantized_linear", triton.DEQUANTIZE),
     )
 )

@@ -19,16 +19,23 @@ from hf_rocm.ops.round_rows import rounded_input
 from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec
 
 
+def _reorder(x: Tensor, order: Tensor) -> Tensor:
+    return x.index_select(-1, order)
+
+
 def one_by_one(
     multiply: Callable[[QuantizedCall], Tensor],
     norm: Callable[..., Tensor] = rms_norm,
     gate: Callable[..., Tensor] = act_and_mul,
+    reorder: Callable[[Tensor, Tensor], Tensor] = _reorder,
 ) -> Callable[[QuantizedCall], Tensor]:
-    """Return a function that applies the norm, the GEMM (`multiply`), the gate and the residual, one after another."""
+    """Return a function that applies the parts of a call, of which `multiply` computes the GEMM, one after another."""
 
     def quantized_linear(call: QuantizedCall) -> Tensor:
         if call.norm_weight is not None:
             call = call._replace(x=norm(call.x, call.norm_weight, eps=call.eps, one_plus=call.one_plus))
+        if call.order is not None:
+            call = call._replace(x=reorder(call.x, call.order))
         output = multiply(call)
         if call.activation is not None:
             output = gate(output, activation=call.activation)

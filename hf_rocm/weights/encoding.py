@@ -22,7 +22,7 @@ CHUNK = 2**22
 
 class QuantizedWeight(nn.Module):
     """data: [N, …], the encoded numbers; scale: one or several per `per_scale` rows; bias: [N] or None; zeros: the same
-    shape as scale, or None.
+    shape as scale, or None; order: [K], the index of the input for every encoded column, or None.
 
     The buffers are not part of a state dict, because the layers save the weights in their original form. A subclass
     defines an encoding. format: the parameters of the encoding apart from the sizes, as returned by `format_for`.
@@ -32,6 +32,7 @@ class QuantizedWeight(nn.Module):
     scale: Tensor
     bias: Tensor | None
     zeros: Tensor | None
+    order: Tensor | None
     # Rows are encoded in multiples of this number.
     step = 1
     # The number of rows that share their scales.
@@ -47,6 +48,7 @@ class QuantizedWeight(nn.Module):
         self.register_buffer("scale", scale, persistent=False)
         self.register_buffer("bias", bias, persistent=False)
         self.register_buffer("zeros", None, persistent=False)
+        self.register_buffer("order", None, persistent=False)
         self.shuffled = False
 
     @classmethod
@@ -116,6 +118,7 @@ class QuantizedWeight(nn.Module):
             activation=activation,
             residual=residual,
             zeros=zeros,
+            order=buffers["order"],
             **kwargs,
         )
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_rocm import ops
 from hf_rocm.ops.four_bit import GROUPS, INT4, PER_WORD, SCALE, Nested, dequantize_groups, quantize_groups
 from hf_rocm.weights.encoding import QuantizedWeight, encoding
 
@@ -22,12 +21,10 @@ _GROUP_OF = {"int4" if group == max(GROUPS) else f"int4-g{group}": group for gro
 class FourBitWeight(QuantizedWeight):
     """data: [N, K / 8] int32, see `ops.four_bit`; scale: [N, K / group], bf16 if hf_rocm quantised the weight.
 
-    zeros: [N, K / group] uint8, the zero points, or None. order: [K], the index of the input for every encoded
-    column, or None. code: the name of the table with the 16 numbers, or None. nested: the tensors that decode scales in
-    uint8 (see `ops.four_bit.Nested`), or None.
+    zeros: [N, K / group] uint8, the zero points, or None. code: the name of the table with the 16 numbers, or None.
+    nested: the tensors that decode scales in uint8 (see `ops.four_bit.Nested`), or None.
     """
 
-    order: Tensor | None
     nested_code: Tensor | None
     nested_factors: Tensor | None
 
@@ -43,8 +40,7 @@ class FourBitWeight(QuantizedWeight):
         nested: Nested | None = None,
     ) -> None:
         super().__init__(data, scale, bias)
-        self.zeros, self.code = zeros, code
-        self.register_buffer("order", order, persistent=False)
+        self.zeros, self.order, self.code = zeros, order, code
         for name, tensor in zip(Nested._fields, nested or (None, None), strict=True):
             self.register_buffer(f"nested_{name}", tensor, persistent=False)
 
@@ -82,15 +78,10 @@ class FourBitWeight(QuantizedWeight):
         )
         return weight if self.order is None else weight[:, self.order.argsort()]
 
-    def forward(self, x: Tensor, *rows: Any, norm: ops.Norm | None = None, **parts: Any) -> Tensor:
-        order = self._buffers["order"]
-        if order is not None:
-            if norm is not None:
-                x, norm = ops.rms_norm(x, norm.weight, eps=norm.eps, one_plus=norm.one_plus), None
-            x = x.index_select(-1, order)
+    def forward(self, x: Tensor, *rows: Any, **parts: Any) -> Tensor:
         if self.code is not None:
             parts["code"], parts["nested"] = self.code, self.nested_of(slice(*rows or (None,)))
-        return super().forward(x, *rows, norm=norm, **parts)
+        return super().forward(x, *rows, **parts)
 
     def _encode(self, place: slice, part: Tensor) -> None:
         group = part.shape[1] // self.scale.shape[1]

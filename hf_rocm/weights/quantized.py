@@ -353,6 +353,7 @@ def _specification(name: str, layer: QuantizedLinear, weight: QuantizedWeight, n
         scale_dtype=weight.scale.dtype if packed and weight.scale.dtype != SCALE else None,
         zeros=weight.zeros is not None,
         code=weight.code,
+        order=weight.order is not None,
     )
     rounds = weight.rounds and not keeps_rows(spec, ROUNDED_FROM)
     return f"{name}, {n} × {k}", spec._replace(round_input=rounds)

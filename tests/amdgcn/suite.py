@@ -62,6 +62,7 @@ FEW = {
     "test_linear": "test_every_number_of_rows_is_as_accurate_as_eager",
     "test_norm": "test_rms_norm",
     "test_paged": "test_a_new_key_replaces_an_older_one",
+    "test_reorder": "test_columns_are_copied_in_the_given_order",
     "test_rope": "test_rope",
     "test_rotary_angles": "test_rotary_angles",
     "test_rounding": "test_a_view_and_no_rows_are_supported",

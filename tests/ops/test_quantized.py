@@ -22,6 +22,8 @@ from hf_rocm.ops.eight_bit import (
     shuffle_rows,
     unshuffle_rows,
 )
+from hf_rocm.ops.four_bit import quantize_groups
+from hf_rocm.ops.pointwise import eager_rms_norm
 from hf_rocm.ops.quantized_torch import eager_linear
 from hf_rocm.ops.specs.quantized import QuantizedCall, QuantizedSpec
 from tests import eight_bit
@@ -214,6 +216,20 @@ def test_zeros_tiny_numbers_and_nan_affect_only_their_row(format, tier, dtype):
     clean[2:4] = 0
     # No other row is affected.
     assert torch.equal(routed(tier, clean, data, scale, bias)[[0, 1, 4]], output[[0, 1, 4]])
+
+
+@each_tier
+def test_columns_of_x_are_reordered_after_the_norm(tier):
+    x, weight = random(2, 3, 64), random(8, 64, seed=1)
+    norm, order = (
+        ops.Norm(random(64, seed=2), 1e-5, False),
+        torch.randperm(64, generator=torch.Generator().manual_seed(3)),
+    )
+    with options.override(tiers={"linear": tier}):
+        for data, scale in (quantize_groups(weight, 32), rounded(weight, INT8)):
+            normed = ops.rms_norm(x, norm.weight, eps=norm.eps) if tier == "torch" else eager_rms_norm(x, *norm)
+            expected = ops.quantized_linear(normed[..., order], data, scale)
+            assert torch.equal(ops.quantized_linear(x, data, scale, norm=norm, order=order), expected)
 
 
 @each_tier

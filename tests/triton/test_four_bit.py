@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hf_rocm.ops.four_bit import GROUPS, quantize_groups
 from hf_rocm.ops.triton import quantized
 from tests.amdgcn import suite
 from tests.triton.routed import random, routed
+from tests.triton.test_four_bit_codes import execute
 from tests.triton.test_quantized import BF16, FORMS, FP16, check, check_once
 
 
@@ -55,16 +57,31 @@ def zero_points(scale: torch.Tensor) -> torch.Tensor:
     return (torch.arange(scale.numel()) % 17).view(scale.shape).to(torch.uint8)
 
 
-# with one scale per row, K = 640 and 1536 have several blocks of runs
+# With one scale per row, K = 640 and 1536 have several blocks of runs. The others have 1, 4 or 8 groups per block.
 @pytest.mark.parametrize("scales", [BF16, FP16, torch.float32], ids=str)
-@pytest.mark.parametrize(("k", "group"), [(640, 128), (640, 32), (256, 64), (640, 640), (1536, 1536), (128, 128)])
+@pytest.mark.parametrize(
+    ("k", "group"),
+    [(640, 128), (640, 32), (256, 64), (768, 32), (1536, 128), (640, 640), (1536, 1536), (128, 128)],
+)
 @pytest.mark.parametrize("m", [1, 3])
 def test_zero_points_and_any_dtype_of_scales_are_supported(m, k, group, scales):
-    x, weight = random(m, k, dtype=BF16), random(18, k, dtype=BF16, seed=1)
+    dtype = FP16 if k == 768 else BF16
+    x, weight = random(m, k, dtype=dtype), random(18, k, dtype=dtype, seed=1)
     words, scale = quantize_groups(weight, group)
     check(x, words, scale.to(scales) * 1.001)
-    check(x, words, scale.to(scales), random(18, dtype=BF16, seed=2), zeros=zero_points(scale))
+    check(x, words, scale.to(scales), random(18, dtype=dtype, seed=2), zeros=zero_points(scale))
     check(x, words, scale.to(scales), zeros=zero_points(scale), activation="silu")
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_scales_and_zero_points_at_any_address_are_supported(m):
+    x = random(m, 512, dtype=BF16)
+    words, scale = quantize_groups(random(16, 512, dtype=BF16, seed=1), 128)
+    zeros = zero_points(scale)
+    expected = routed("quantized_linear", x, words, scale, zeros=zeros)
+    scale, zeros = (torch.cat([part.flatten()[:1], part.flatten()])[1:].view_as(part) for part in (scale, zeros))
+    assert scale.data_ptr() % 4 and zeros.data_ptr() % 4
+    assert torch.equal(routed("quantized_linear", x, words, scale, zeros=zeros), expected)
 
 
 @pytest.mark.parametrize("units", [0, 1000])
@@ -112,3 +129,18 @@ def test_every_value_is_decoded_at_every_position(m, dtype):
     if suite.gpu() is not None:
         scale = torch.arange(1, 65, dtype=BF16)[:, None].repeat(1, groups)
         check_once(random(m if m == 1 else 13, k, dtype=dtype), words.repeat(4, 1), scale, None)
+
+
+@pytest.mark.parametrize("run", range(8))
+def test_nvidias_instructions_insert_numbers_of_two_words_at_a_time(run):
+    """Neither the interpreter nor AMD's machine code executes this PTX. The operands are those of `integers`."""
+    from hf_rocm.ops.triton.kernels import four_bit as kernels
+
+    words = 0x76543210, 0xFEDCBA98, 0x13579BDF
+    for dtype, bits, offset in ((BF16, 0x43004300, 128), (FP16, 0x64006400, 1024)):
+        for pair in itertools.product(words, repeat=2):
+            more = (0x7632 if run >= 4 else 0x5410, run % 4 * 4, bits)
+            operands = [*pair, *(value for value in more for _ in range(2))]
+            (both,) = execute(kernels._PAIR.value.split("\n")[2:-1], operands, count=1)
+            numbers = torch.tensor([both & 0xFFFF, both >> 16], dtype=torch.int16).view(dtype)
+            assert (numbers - offset).tolist() == [word >> (4 * run) & 0xF for word in pair]

@@ -203,7 +203,7 @@ def test_nvidias_instructions_look_up_two_words_at_a_time(half, code):
             operands = [*(word & 0xFFFFFFFF for word in pair), 16 * half, 16 * half]
             for byte in (low, high, high_end, low_end):
                 operands += [byte % 2**64] * 2
-            results = _execute(codes._pairs(signed).split("\n")[2:-1], operands[: 10 if signed else 12])
+            results = execute(codes._pairs(signed).split("\n")[2:-1], operands[: 10 if signed else 12])
             for place in range(4):
                 picked = [numbers[word >> (4 * (4 * half + place)) & 0xF] & 0xFFFF for word in pair]
                 assert results[place] == picked[0] | picked[1] << 16
@@ -212,9 +212,9 @@ def test_nvidias_instructions_look_up_two_words_at_a_time(half, code):
 SIMPLE = {"and.b32": operator.and_, "or.b32": operator.or_, "shl.b32": operator.lshift, "shr.u32": operator.rshift}
 
 
-def _execute(lines: list[str], operands: list[int]) -> list[int]:
-    """Execute PTX instructions. Returns their four results."""
-    values = {f"${index}": value for index, value in enumerate([0, 0, 0, 0, *operands])}
+def execute(lines: list[str], operands: list[int], count: int = 4) -> list[int]:
+    """Execute PTX instructions. Returns their results."""
+    values = {f"${index}": value for index, value in enumerate([0] * count + operands)}
     for line in lines:
         name, rest = line.rstrip(";").split(" ", 1)
         if name == "mov.b64":
@@ -230,10 +230,10 @@ def _execute(lines: list[str], operands: list[int]) -> list[int]:
             # Places 8 to 15 raise an IndexError.
             result = int.from_bytes(bytes(stored[place] for place in places), "little")
         elif name == "lop3.b32":
-            # The operand c selects between the bits of a and b.
-            assert more[1] == 0xE4
-            result = a & more[0] | b & ~more[0]
+            # 0xE4: the operand c selects between the bits of a and b
+            assert more[1] in (0xE4, 0xEA)
+            result = a & more[0] | b & ~more[0] if more[1] == 0xE4 else a & b | more[0]
         else:
             result = SIMPLE[name](a, b)
         values[target] = result & 0xFFFFFFFF
-    return [values[f"${index}"] for index in range(4)]
+    return [values[f"${index}"] for index in range(count)]

@@ -40,6 +40,7 @@ class QuantizedSpec(NamedTuple):
     scale_dtype: torch.dtype | None = None  # the dtype of the groups' scales; None: bf16
     zeros: bool = False  # whether groups have zero points
     code: str | None = None  # the table of 4-bit numbers, see `ops.four_bit`; None: integers
+    order: bool = False  # whether the columns of x are reordered
 
     @property
     def grad(self) -> bool:
@@ -79,6 +80,7 @@ class QuantizedCall(NamedTuple):
     zeros: Tensor | None = None
     code: str | None = None
     nested: Nested | None = None
+    order: Tensor | None = None
 
     def plain_weight(self) -> Tensor:
         """The 8-bit weight in its plain order."""

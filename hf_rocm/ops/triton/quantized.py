@@ -16,10 +16,11 @@ from torch import Tensor
 from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.eight_bit import BLOCK, FP8, FP8_FNUZ
+from hf_rocm.ops.fakes import like
 from hf_rocm.ops.four_bit import INT4, PER_WORD, SIGNED, kernel_groups, run_length, table_bytes
 from hf_rocm.ops.triton import detect, linear, norm
 from hf_rocm.ops.triton.launch import launch, units, warps
-from hf_rocm.ops.triton.tiles import ROWS, dequantize_tile, eight_bit_tile, four_bit_tile
+from hf_rocm.ops.triton.tiles import ROWS, dequantize_tile, eight_bit_tile, four_bit_tile, reorder_tile
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
@@ -115,6 +116,7 @@ def quantized_linear(call: QuantizedCall) -> Tensor:
         call.zeros,
         call.code,
         *(call.nested or (None, None)),
+        call.order,
         call.activation,
     )
     return result
@@ -133,6 +135,7 @@ def _forward(
     code: str | None,
     nested_code: Tensor | None,
     nested_factors: Tensor | None,
+    order: Tensor | None,
     activation: str | None,
 ) -> Tensor:
     out = linear.empty_output(x, weight, scale, bias, norm_weight, residual, activation)
@@ -145,6 +148,8 @@ def _forward(
     # A separate kernel for the norm is faster, because converting W takes arithmetic too.
     if norm_weight is not None:
         x = norm.rms_norm(x, norm_weight, eps, one_plus)
+    if order is not None:
+        x = _reorder(x, order)
     from hf_rocm.ops.triton.kernels import linear as kernels
 
     device, gated = describe(x.device), activation is not None
@@ -158,10 +163,13 @@ def _forward(
         group = k // scale.shape[1]
         run = run_length(k, group)
         target: dict[str, Any] = {"rocm": device.rocm, "arch": device.arch, "units": units(x.device)}
-        tile = four_bit_tile(m, n, gated, run, table=code is not None, **target)
+        coded = code is not None
+        tile = four_bit_tile(m, n, gated, run, table=coded, scale_bytes=scale.element_size(), **target)
         kernel = four_bit_matrix.four_bit_rows if tile.matrix else four_bit.four_bit_vector
         # without matrix instructions, fp16 numbers are converted to fp32 before they are multiplied
         numbers = _table(code, x.dtype if tile.matrix else torch.float16, x.device)
+        together = PER_WORD * run // group
+        scale, zeros = _aligned(scale, together), None if zeros is None else _aligned(zeros, together)
         tables = (zeros, numbers, nested_code, nested_factors)
         sizes = (m, n, k // PER_WORD, _PATTERNS[device.rocm])
         group, step = kernel_groups(k, group)
@@ -200,10 +208,27 @@ def _forward(
 _traced = opaque(
     "triton_quantized_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor? norm_weight, "
     "Tensor? residual, float eps, bool one_plus, Tensor? zeros, str? code, Tensor? nested_code, "
-    "Tensor? nested_factors, str? activation) -> Tensor",
+    "Tensor? nested_factors, Tensor? order, str? activation) -> Tensor",
     _forward,
     linear.empty_output,
 )
+
+
+def _reorder(x: Tensor, order: Tensor) -> Tensor:
+    out = like(x)
+    k = x.shape[-1]
+    m = out.numel() // k if k else 0
+    if m:
+        from hf_rocm.ops.triton.kernels.reorder import reorder_kernel
+
+        block, threads = reorder_tile(m)
+        grid, arguments = (m, -(-k // block)), (x.contiguous(), order, out, k)
+        launch(reorder_kernel, grid, arguments, {"BLOCK": block}, num_warps=warps(threads, x.device))
+    return out
+
+
+# x.index_select(-1, order)
+reorder = opaque("triton_reorder(Tensor x, Tensor order) -> Tensor", _reorder, like)
 
 
 def dequantized_linear(call: QuantizedCall) -> Tensor:
@@ -259,6 +284,12 @@ def _table(code: str | None, dtype: torch.dtype, device: torch.device) -> Tensor
 def _constants(code: str | None, device: Device) -> dict[str, Any]:
     """The constants SIGNED and SELECT of the 4-bit kernels."""
     return {"SIGNED": code in SIGNED, "SELECT": _select(device)}
+
+
+def _aligned(numbers: Tensor, together: int) -> Tensor:
+    """The same tensor, copied unless the kernels can load this many adjacent numbers, up to 8 bytes, at once."""
+    size = min(8, max(1, together) * numbers.element_size())
+    return numbers.clone() if numbers.data_ptr() % size else numbers
 
 
 def _select(device: Device) -> str | None:

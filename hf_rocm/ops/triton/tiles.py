@@ -122,8 +122,12 @@ def _parts(rows: int, n: int, tile: LinearTile | FourBitTile, units: int, *, tab
 
     With a table, for which arithmetic takes longer than reading, 4 if M > 16 and there are at most `units` programs.
     """
-    programs = -(-n // tile.n) * -(-rows // tile.m)
+    programs = _programs(rows, n, tile)
     return 4 if rows > ROWS and (1 if table else 2) * programs <= units else 1
+
+
+def _programs(rows: int, n: int, tile: LinearTile | FourBitTile) -> int:
+    return -(-n // tile.n) * -(-rows // tile.m)
 
 
 def row_block(rows: int, *, rocm: bool) -> int:
@@ -160,19 +164,22 @@ def four_bit_tile(
     run: int,
     *,
     table: bool = False,
+    scale_bytes: int = 2,
     rocm: bool = False,
     arch: str | None = None,
     units: int = 0,
 ) -> FourBitTile:
     """The tile for a 4-bit weight in runs of this length. It was measured or estimated like the tile for 8 bits.
 
-    table: whether the numbers are looked up in a table. Without matrix instructions, a thread reads four words of every
-    row, and four values of x for every run, at a time.
+    table: whether the numbers are looked up in a table. scale_bytes: the size of a stored scale. Without matrix
+    instructions, a thread reads four words of every row, and four values of x for every run, at a time. On an H200, a
+    tile of 64 rows of x in runs of 64 fills the local memory of a compute unit; of the others, two fit.
     """
     narrow = n <= NARROW and not gated
     if rows == 1:
         threads = 64 if rocm or not gated else 32
-        return FourBitTile(False, 2 if gated and (rocm or table) else 4, max(1, 4 * threads // run), threads, 2)
+        n = 2 if gated and (rocm or table) else 8 if narrow and table and scale_bytes == 4 and not rocm else 4
+        return FourBitTile(False, n, max(1, 4 * threads // run), threads, 2)
     m = row_block(rows, rocm=rocm)
     if rocm and gated and table and (arch or "").startswith("gfx11"):
         # With 32 rows, the compiler would spill registers.
@@ -180,15 +187,23 @@ def four_bit_tile(
     # With an unrolled loop, or with two blocks of short runs, AMD's compiler would keep all values in registers.
     if rocm:
         tile = FourBitTile(True, 16, 4 if run < 64 else 2, 128, 2, m)
+    elif gated and (m == 64 or (table and m > ROWS)):
+        tile = FourBitTile(True, 128, 1, 256, 2 if run == 64 else 3, m, True)
     elif gated:
-        tile = FourBitTile(True, 64, 1, 128, 3 if m == ROWS or table else 2, m, True)
-        if m == 64:
-            tile = FourBitTile(True, 128, 1, 256, 2, m, True)
+        tile = FourBitTile(True, 64, 1, 128, 3 if m == ROWS else 2, m, True)
+    elif m == ROWS and run == 64 and not (narrow or table):
+        tile = FourBitTile(True, 16, 2, 64, 2, m, True)
     elif m == ROWS:
         tile = FourBitTile(True, 16, 8 if table and narrow and run < 64 else 4, 128, 2, m, True)
     else:
         tile = FourBitTile(True, 64, 1, 128, 2 if narrow and m == 32 and not table else 3, m, True)
-    return tile if gated else tile._replace(parts=_parts(rows, n, tile, units, table=table))
+    if gated:
+        return tile
+    if m == 64 and not table:
+        # K is split as long as all programs run at the same time.
+        room = (units if run == 64 else 2 * units) // _programs(rows, n, tile)
+        return tile._replace(parts=4 if room >= 4 else max(1, min(room, 2)))
+    return tile._replace(parts=_parts(rows, n, tile, units, table=table))
 
 
 def dequantize_tile(k: int, run: int) -> tuple[int, int]:
@@ -200,6 +215,11 @@ def dequantize_tile(k: int, run: int) -> tuple[int, int]:
     threads = 128
     size = min(4 * threads // run, power_of_two(k // (8 * run))) if run else min(16 * threads, power_of_two(k))
     return size, threads
+
+
+def reorder_tile(rows: int) -> tuple[int, int]:
+    """(columns, threads) of a program that reorders the columns of a row. Measured on one NVIDIA H200."""
+    return (512, 128) if rows <= 8 else (2048, 256)
 
 
 def rounding_tile(k: int) -> tuple[int, int]:

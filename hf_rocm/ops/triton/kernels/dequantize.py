@@ -9,7 +9,7 @@ from hf_rocm.ops.four_bit import SIGNED, kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
 from hf_rocm.ops.triton.kernels.codes import AMD, coded_run, load_table
 from hf_rocm.ops.triton.kernels.eight_bit import to_fp32
-from hf_rocm.ops.triton.kernels.four_bit import factors_at, scale_at
+from hf_rocm.ops.triton.kernels.four_bit import decoded_scale, factors_at
 from hf_rocm.ops.triton.tiles import dequantize_tile
 
 
@@ -81,7 +81,8 @@ def dequantize_four(
                 numbers -= 8388616.0
             else:
                 numbers = (numbers - 8388608.0) - tl.load(zeros + group, mask=inside).to(tl.float32)
-        numbers *= scale_at(scale, nested_code, first_factor, second_factor, group, inside, False)
+        stored = tl.load(scale + group, mask=inside, other=0.0)
+        numbers *= decoded_scale(stored, nested_code, first_factor, second_factor)
         tl.store(out + start + within, numbers.to(out.dtype.element_ty), mask=inside)
 
 

@@ -15,9 +15,24 @@ import triton.language as tl
 
 from hf_rocm.ops.four_bit import SIGNED, kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
-from hf_rocm.ops.triton.kernels.codes import AMD, coded_run, load_table
+from hf_rocm.ops.triton.kernels.codes import AMD, NVIDIA, coded_run, load_table
 from hf_rocm.ops.triton.kernels.linear import piece, read_once, write_result
 from hf_rocm.ops.triton.tiles import four_bit_tile
+
+_NVIDIA = tl.constexpr(NVIDIA)
+# The PTX of `integers` for two words: the halves with the run of both words in one register, then two numbers at once.
+_PAIR = tl.constexpr(
+    "\n".join(
+        (
+            "{",
+            ".reg .b32 halves;",
+            "prmt.b32 halves, $1, $2, $3;",
+            "shr.u32 halves, halves, $5;",
+            "lop3.b32 $0, halves, 0x000F000F, $7, 0xEA;",
+            "}",
+        )
+    )
+)
 
 
 @triton.jit
@@ -156,20 +171,24 @@ def _vector(
     """Add the products of the numbers in words [BLOCKS, N, RUN] and x to sums of the same shape."""
     # The number of runs that share a scale.
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
+    COUNT: tl.constexpr = 8 // RUNS if STEP else 1
+    # Loading several 16-bit scales at once is not faster here.
+    SCALES: tl.constexpr = 1 if scale.dtype.element_ty.primitive_bitwidth == 16 else COUNT
     first_factor, second_factor = factors_at(nested_factors, groups, inside, EVEN)
     for group in tl.static_range(8 // RUNS):
         part = 0.0
         if table is None:
             # x is multiplied by q, or by c + q / 128 with c = 1 or 16; the product with the number for 0 is subtracted
-            zero = 8.0
+            zero = 8.0 if BYTES else 1.0625
             if zeros is not None:
-                zero = piece(zeros + groups + group * STEP, inside, EVEN).to(tl.float32)
+                stored = stored_at(zeros, groups, group * STEP, inside, COUNT, EVEN).to(tl.int32)
+                zero = stored.to(tl.float32) if BYTES else (stored << 16 | 0x3F800000).to(tl.float32, bitcast=True)
             for run in tl.static_range(RUNS):
                 values = piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
-                if BYTES:
+                if BYTES or (group * RUNS + run) % 2:
                     part -= zero * values
                 else:
-                    part -= ((1.0 if (group * RUNS + run) % 2 else 16.0) + zero * 0.0078125) * values
+                    part -= (zero + 15.0) * values
         for run in tl.static_range(RUNS):
             values = piece(x + (group * RUNS + run) * RUN, inside, EVEN).to(tl.float32)
             if table is not None:
@@ -181,7 +200,8 @@ def _vector(
                 # Even runs contain 1 + q / 2048.
                 values *= 1.0 if (group * RUNS + run) % 2 else 16.0
                 part += values * _mantissa(words, pattern, group * RUNS + run)
-        factor = scale_at(scale, nested_code, first_factor, second_factor, groups + group * STEP, inside, EVEN)
+        stored = stored_at(scale, groups, group * STEP, inside, SCALES, EVEN)
+        factor = decoded_scale(stored, nested_code, first_factor, second_factor)
         if table is None and not BYTES:
             factor *= 128.0
         sums += part * factor
@@ -202,9 +222,28 @@ def factors_at(nested_factors, place, inside, EVEN: tl.constexpr):
 
 
 @triton.jit
-def scale_at(scale, nested_code, first_factor, second_factor, place, inside, EVEN: tl.constexpr):
-    """Scales in fp32. first_factor, second_factor: see `factors_at`."""
-    stored = piece(scale + place, inside, EVEN)
+def stored_at(numbers, place, index, inside, COUNT: tl.constexpr, EVEN: tl.constexpr):
+    """Number `place` + index of a tensor. It is one of COUNT adjacent numbers, the first of which is number `place`.
+
+    COUNT is a power of two, and place a multiple of it. If it is more than 1, index must be a constant: up to 8 bytes
+    are loaded at once, and loads of the same bytes become one.
+    """
+    dtype: tl.constexpr = numbers.dtype.element_ty
+    BITS: tl.constexpr = numbers.dtype.element_ty.primitive_bitwidth
+    LOADED: tl.constexpr = COUNT if COUNT * BITS < 64 else 64 // BITS
+    if LOADED == 1:
+        return piece(numbers + place + index, inside, EVEN)
+    else:
+        integer: tl.constexpr = tl.int64 if LOADED * BITS == 64 else tl.int32 if LOADED * BITS == 32 else tl.int16
+        at = numbers.to(tl.pointer_type(integer), bitcast=True) + (place // LOADED + index // LOADED)
+        shifted = piece(at, inside, EVEN) >> (index % LOADED * BITS)
+        narrow: tl.constexpr = tl.int32 if BITS == 32 else tl.int16 if BITS == 16 else tl.int8
+        return shifted.to(narrow).to(dtype, bitcast=True)
+
+
+@triton.jit
+def decoded_scale(stored, nested_code, first_factor, second_factor):
+    """Stored scales in fp32. first_factor, second_factor: see `factors_at`."""
     if nested_code is None:
         return power(stored) if stored.dtype == tl.uint8 else stored.to(tl.float32)
     else:
@@ -228,6 +267,33 @@ def tiny_number(words, PLACE: tl.constexpr):
         magnitude = words >> (4 * PLACE - 22)
     sign = words << (28 - 4 * PLACE)
     return ((magnitude & 0x01C00000) | (sign & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def integers(words, run, DTYPE: tl.constexpr, SELECT: tl.constexpr):
+    """`inserted` for the 4-bit numbers of a run."""
+    if SELECT == _NVIDIA:
+        base: tl.constexpr = 0x43004300 if tl.bfloat16 == DTYPE else 0x64006400
+        numbers = tl.inline_asm_elementwise(
+            _PAIR,
+            "=r,r,r,r,r,r,r,r,r",
+            [words, 0x7632 if run >= 4 else 0x5410, run % 4 * 4, base],
+            dtype=tl.int16,
+            is_pure=True,
+            pack=2,
+        )
+        return numbers.to(DTYPE, bitcast=True)
+    return inserted((words >> (4 * run)) & 0xF, DTYPE)
+
+
+@triton.jit
+def inserted(numbers, DTYPE: tl.constexpr):
+    """128 + q in bf16 or 1024 + q in fp16, for integers q from 0 to 16."""
+    if tl.bfloat16 == DTYPE:
+        return (numbers | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        tl.static_assert(tl.float16 == DTYPE)
+        return (numbers | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit

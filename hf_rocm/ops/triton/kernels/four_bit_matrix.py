@@ -7,7 +7,7 @@ import triton.language as tl
 
 from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11
 from hf_rocm.ops.triton.kernels.codes import NVIDIA, coded, load_table, result_at, run_of
-from hf_rocm.ops.triton.kernels.four_bit import build, factors_at, scale_at
+from hf_rocm.ops.triton.kernels.four_bit import build, decoded_scale, factors_at, inserted, integers, stored_at
 from hf_rocm.ops.triton.kernels.linear import part_of, piece, write_result
 
 _NVIDIA = tl.constexpr(NVIDIA)
@@ -162,6 +162,7 @@ def _matrix(
 ):
     """Add the GEMMs of words [SPLITS, N, RUN] and x [SPLITS, RUN, M] to sums; if SPLITS is 1, that dim is absent."""
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
+    COUNT: tl.constexpr = 8 // RUNS if STEP and UNROLLED else 1
     first_factor, second_factor = factors_at(nested_factors, groups, inside, EVEN)
     if table is not None:
         # how many runs of a half share a scale: at most 4 adjacent ones, or every second one of at most 8
@@ -191,6 +192,7 @@ def _matrix(
                     RUN,
                     RUNS,
                     CHAIN,
+                    COUNT,
                 )
         else:
             for half in tl.range(2, num_stages=1):
@@ -217,6 +219,7 @@ def _matrix(
                     RUN,
                     RUNS,
                     CHAIN,
+                    COUNT,
                 )
     elif UNROLLED:
         for group in tl.static_range(8 // RUNS):
@@ -230,12 +233,15 @@ def _matrix(
                 nested_code,
                 first_factor,
                 second_factor,
-                groups + group * STEP,
+                groups,
                 inside,
                 group,
+                SELECT,
                 EVEN,
+                STEP,
                 RUN,
                 RUNS,
+                COUNT,
                 SUBTRACTS,
             )
     else:
@@ -250,12 +256,15 @@ def _matrix(
                 nested_code,
                 first_factor,
                 second_factor,
-                groups + group * STEP,
+                groups,
                 inside,
                 group,
+                SELECT,
                 EVEN,
+                STEP,
                 RUN,
                 RUNS,
+                COUNT,
                 SUBTRACTS,
             )
     return sums
@@ -285,6 +294,7 @@ def _half(
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
     CHAIN: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     """Add the GEMMs of the runs that are looked up together."""
     dtype: tl.constexpr = x.dtype.element_ty
@@ -295,7 +305,8 @@ def _half(
             values = tl.load(x + run_of(half, place, SELECT) * RUN, mask=filled, other=0.0)
             part = tl.dot(result_at(a, b, c, d, place).to(dtype, bitcast=True), values, part)
         group = run_of(half, first, SELECT) // RUNS
-        sums += part * scale_at(scale, nested_code, first_factor, second_factor, groups + group * STEP, inside, EVEN)
+        stored = stored_at(scale, groups, group * STEP, inside, COUNT, EVEN)
+        sums += part * decoded_scale(stored, nested_code, first_factor, second_factor)
     return sums
 
 
@@ -310,52 +321,41 @@ def _group(
     nested_code,
     first_factor,
     second_factor,
-    place,
+    groups,
     inside,
     group,
+    SELECT: tl.constexpr,
     EVEN: tl.constexpr,
+    STEP: tl.constexpr,
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
+    COUNT: tl.constexpr,
     SUBTRACTS: tl.constexpr,
 ):
     """Add the GEMMs of the runs that share one scale."""
     dtype: tl.constexpr = x.dtype.element_ty
     part = tl.zeros_like(sums)
-    base: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
-    zero = base + 8.0
+    zero = 136.0 if dtype == tl.bfloat16 else 1032.0
     if zeros is not None:
-        zero = base + piece(zeros + place, inside, EVEN).to(tl.float32)
+        zero = inserted(stored_at(zeros, groups, group * STEP, inside, COUNT, EVEN).to(tl.int32), dtype)
     if SUBTRACTS:
-        factor = scale_at(scale, nested_code, first_factor, second_factor, place, inside, EVEN)
-        if zeros is not None:
-            zero = zero.to(dtype)
+        stored = stored_at(scale, groups, group * STEP, inside, COUNT, EVEN)
         for run in tl.static_range(RUNS):
             values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
-            numbers = _integers(words, group * RUNS + run, dtype) - zero
+            numbers = integers(words, group * RUNS + run, dtype, SELECT) - zero
             part = tl.dot(numbers.to(dtype), values, part)
-        return sums + part * factor
     else:
         # `tl.dot` with ones adds up x in every row, so that threads need not exchange values
         ones = tl.full(words.shape, 1.0, tl.float32).to(dtype)
         total = tl.zeros_like(sums)
         for run in tl.static_range(RUNS):
             values = tl.load(x + (group * RUNS + run) * RUN, mask=filled, other=0.0)
-            part = tl.dot(_integers(words, group * RUNS + run, dtype), values, part)
+            part = tl.dot(integers(words, group * RUNS + run, dtype, SELECT), values, part)
             total = tl.dot(ones, values, total)
+        part -= zero * total
         # loaded after `tl.dot`, so that fewer registers are live
-        factor = scale_at(scale, nested_code, first_factor, second_factor, place, inside, EVEN)
-        return sums + (part - zero * total) * factor
-
-
-@triton.jit
-def _integers(words, run, DTYPE: tl.constexpr):
-    """128 + q in bf16 or 1024 + q in fp16, for the 4-bit numbers q of a run."""
-    bits = (words >> (4 * run)) & 0xF
-    if tl.bfloat16 == DTYPE:
-        return (bits | 0x4300).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        tl.static_assert(tl.float16 == DTYPE)
-        return (bits | 0x6400).to(tl.int16).to(tl.float16, bitcast=True)
+        stored = stored_at(scale, groups, group * STEP, inside, COUNT, EVEN)
+    return sums + part * decoded_scale(stored, nested_code, first_factor, second_factor)
 
 
 BUILDS = (

@@ -99,7 +99,7 @@ def look_up_drafts(
     ids: torch.Tensor, step_ids: torch.Tensor, selected: torch.Tensor, header: torch.Tensor, ngram: int
 ) -> tuple[torch.Tensor]:
     """See `hf_rocm.ops.look_up_drafts`. Returns header."""
-    from hf_rocm.ops.triton.kernels.step import look_up_kernel
+    from hf_rocm.ops.triton.kernels.look_up import look_up_kernel
 
     tokens = step_ids.shape[1]
     launch(

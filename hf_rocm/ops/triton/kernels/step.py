@@ -1,8 +1,8 @@
 """The start and the end of a decode step.
 
 At the start: positions, lengths, masks, rows of the cache, and token ids. At the end: the largest logits, a copy and a
-digest of all logits, a check for values that are not finite, and the probability of a token. Other kernels append the
-chosen tokens after the logits have been processed, and look up drafts in the earlier tokens.
+digest of all logits, a check for values that are not finite, and the probability of a token. Another kernel appends
+the chosen tokens after the logits have been processed.
 
 A logit and its column are packed into one integer. These integers are ordered by logit and, among equal logits, by
 descending column. So a maximum, computed in two stages, selects the first of the largest logits.
@@ -100,54 +100,6 @@ def _write_mask(mask, line, length, starts, b, window, size, block, HIDDEN: tl.c
     else:
         value = tl.where(seen, 0.0, HIDDEN).to(mask.dtype.element_ty)
     tl.store(mask + line * size + column, value, mask=column < size)
-
-
-@triton.jit(do_not_specialize=["length"])
-def look_up_kernel(
-    ids,  # [S] int64
-    step_ids,  # [N] int64
-    selected,  # [N] int64
-    header,  # [2] int64
-    length,  # S
-    tokens,  # N
-    NGRAM: tl.constexpr,
-    SLOTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Count the accepted drafts, and find the first earlier match of the longest n-gram at the end of the sequence.
-
-    The length of a match and the position of its last token are packed into one integer. A maximum selects the longest
-    match and, among equal ones, the first.
-    """
-    slot = tl.arange(0, SLOTS)
-    draft = tl.load(step_ids + slot + 1, mask=slot < tokens - 1, other=0)
-    chosen = tl.load(selected + slot, mask=slot < tokens - 1, other=0)
-    accepted = tl.min(tl.where((slot >= tokens - 1) | (draft != chosen), slot, tokens), 0)
-    accepted = tl.minimum(accepted, tokens - 1)
-    # The position of the last token.
-    last = length + accepted
-    best = tl.zeros([BLOCK], tl.int64)
-    for start in tl.range(0, last, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        same = at < last
-        count = tl.zeros([BLOCK], tl.int64)
-        for back in tl.static_range(NGRAM):
-            token = _token(ids, selected, at - back, same & (at >= back), length)
-            suffix_token = _token(ids, selected, last - back, last >= back, length)
-            same = same & (at >= back) & (token == suffix_token)
-            count += same.to(tl.int64)
-        best = tl.maximum(best, tl.where(count > 0, (count << 40) + (1 << 40) - 1 - at, 0))
-    longest = tl.max(best, 0)
-    end = (1 << 40) - (longest & ((1 << 40) - 1))
-    tl.store(header, last.to(tl.int64))
-    tl.store(header + 1, tl.where(longest > 0, end, last + 1))
-
-
-@triton.jit
-def _token(ids, selected, at, valid, length):
-    """The tokens at these positions of a sequence that consists of `length` ids and then the selected tokens."""
-    first = tl.load(ids + at, mask=valid & (at < length), other=0)
-    return first + tl.load(selected + at - length, mask=valid & (at >= length), other=0)
 
 
 @triton.jit
@@ -334,21 +286,6 @@ def _begin_build(
     )
 
 
-def _look_up_build(tokens: int, ngram: int) -> Build:
-    names = ("ids", "step_ids", "selected", "header")
-    return Build(
-        look_up_kernel,
-        {**dict.fromkeys(names, "*i64"), "length": "i32", **({"tokens": "i32"} if tokens > 1 else {})},
-        {
-            **({} if tokens > 1 else {"tokens": 1}),
-            "NGRAM": ngram,
-            "SLOTS": triton.next_power_of_2(tokens),
-            "BLOCK": 1024,
-        },
-        threads=256,
-    )
-
-
 def _logits_build(parts: int, *, dtype: str = "bf16", words: str = "i64", probable: bool = False) -> Build:
     tensors = {"logits": dtype, "words": words, "out": dtype, "largest": "i64", "sums": "i64", "wrong": "i32"}
     tensors |= {"exponentials": "fp32"} if probable else {}
@@ -395,9 +332,6 @@ BUILDS = (
     _begin_build("u8", tokens=6, sources=2, header=True),
     _begin_build("bf16", masks=2, window=True),
     _begin_build("fp16", masks=2, tokens=6, window=True, starts=True, sources=1),
-    _look_up_build(1, 2),
-    _look_up_build(11, 2),
-    _look_up_build(6, 3),
     _logits_build(128),
     _logits_build(16, dtype="fp16"),
     _logits_build(64, dtype="fp32"),

@@ -138,7 +138,7 @@ class Rounds:
         following = self._following(last, last.tokens.shape[1] + 1, every=True)
         if step is None or self._in_a_row < _LIKELY or not following:
             return
-        assert self._drafts is not None and self._settings is not None
+        assert self._drafts is not None and self._settings is not None and step.tokens is not None
         # The draft is computed while the host reads the tokens of the step, and is dropped if they differ.
         tokens = last.tokens, step.tokens[:, -1:]
         self._guessed = self._drafts.begin(self.model, self._settings, tokens, following, launched=1)
@@ -161,14 +161,15 @@ class Rounds:
         if hasattr(generator, "probs"):
             generator.probs.extend(probabilities)
 
-    def verified(self, selected: Tensor, on_host: Tensor, verifier: FindRunner) -> None:
+    def verified(self, selected: Tensor, on_host: Tensor, verifier: FindRunner, *, launched: bool) -> None:
         """Begin the next round as soon as the drafts of the last one are verified.
 
         selected: the tokens with the largest logits of the verifying step, [1, N]; on_host: the same on the host.
-        verifier: a weak reference to the runner of that step.
+        verifier: a weak reference to the runner of that step. launched: whether `_verify` has launched this replay.
         """
         self._verifier = verifier
-        guessed, self._guessed = self._guessed, False
+        # Only this replay has chosen the token that a guessed round has read.
+        guessed, self._guessed = self._guessed and launched, False
         in_a_row, self._in_a_row = self._in_a_row, 0
         last, self._last = self._last, None
         before = None if self._known is None else self._known.on_device

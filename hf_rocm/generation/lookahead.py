@@ -153,13 +153,16 @@ class Lookahead:
         self._called = launched
         return launched.step
 
-    def on_host(self, step: RecordedStep) -> Tensor:
-        """Return the tokens with the largest logits of the step that the loop has called last, on the host."""
+    def on_host(self, step: RecordedStep) -> tuple[Tensor, bool]:
+        """Return the tokens with the largest logits of the step that the loop has called last, on the host.
+
+        The second value is True if `launch_candidates` has launched this replay of the step.
+        """
         assert step.tokens is not None
         called = self._called
         if called is None or called.step is not step or called.copy is None:
-            return step.tokens.cpu()
-        return called.copy.read().clone()
+            return step.tokens.cpu(), False
+        return called.copy.read().clone(), True
 
     def end(self, length: int) -> None:
         """Called when the loop has ended. length: the length of the cache. Raises the errors of `take` and `launch`."""
@@ -255,7 +258,8 @@ class Lookahead:
         step = None if launched is None else launched[0]
         if launched is None or step is None or step.tokens is None:
             return None
-        # Kernels that are launched after the step need not end before the host receives its tokens.
+        # The host does not wait for kernels that are launched after the step. The copy is not read if the loop does not
+        # use the step.
         copy = self._copies.send(step.tokens)
         self.launched = Launched(*launched, position, [], [], Unchanged(candidates), copy)
         return step

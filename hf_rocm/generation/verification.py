@@ -68,9 +68,9 @@ class Verification:
         assert step.tokens is not None
         call = runner() if self.lookahead.expects() else None
         if call is None or not call.can_launch:
-            on_host = self.lookahead.on_host(step)
+            on_host, launched = self.lookahead.on_host(step)
             if self.rounds is not None:
-                self.rounds.verified(step.tokens, on_host, runner)
+                self.rounds.verified(step.tokens, on_host, runner, launched=launched)
             return step.tokens, on_host
         # copied before the host waits for the step, because the next one may write to the same tensors
         tokens = step.tokens.clone()

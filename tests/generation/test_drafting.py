@@ -17,7 +17,6 @@ from hf_rocm.generation import drafting
 from hf_rocm.generation.assistant import Rounds
 from hf_rocm.generation.host_tokens import HostTokens
 from hf_rocm.generation.lookahead import Lookahead
-from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.schedule import Schedule
 from hf_rocm.generation.state import known
 from tests.generation.conftest import Streamer, assistant_of, generate
@@ -160,94 +159,6 @@ def test_the_probabilities_of_all_drafts_determine_the_next_threshold(trio, draf
     assert len(ours) > CALLS and [matches for matches, _ in ours] == [matches for matches, _ in received]
     for (_, probabilities), (_, stock_probabilities) in zip(ours, received, strict=True):
         assert probabilities == pytest.approx(stock_probabilities, rel=1e-5)
-
-
-def test_rounds_begin_before_transformers_prepares_them(trio, drafts, monkeypatch):
-    used, serves = [], drafting.Begun.serves
-
-    def counting(begun, *args, **kwargs):
-        used.append(serves(begun, *args, **kwargs))
-        return used[-1]
-
-    monkeypatch.setattr(drafting.Begun, "serves", counting)
-    skipped = compare(*trio(), drafts)
-    # At the end of a call, fewer drafts may be allowed than were launched.
-    assert len(used) - CALLS <= sum(used) and sum(used) > skipped / 2
-
-
-def test_a_round_that_began_with_other_tokens_is_not_used(trio, drafts, monkeypatch):
-    used, verified = [], Rounds.verified
-
-    def wrong(rounds, selected, on_host, verifier):
-        verified(rounds, (selected + 1) % 60, (on_host + 1) % 60, verifier)
-        used.append(rounds._drafts is not None and rounds._drafts._begun is not None)
-
-    monkeypatch.setattr(Rounds, "verified", wrong)
-    assert compare(*trio(), drafts) > CALLS and any(used)
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """For every verifying step that was launched early, whether the loop used it."""
-    used, take = [], Lookahead.take
-
-    def takes(lookahead, length):
-        launched, step = lookahead.launched, take(lookahead, length)
-        if launched is not None:
-            used.append(step is launched.step)
-        return step
-
-    monkeypatch.setattr(Lookahead, "take", takes)
-    return used
-
-
-def test_drafts_are_verified_by_a_step_that_is_launched_early(trio, drafts, launches):
-    skipped = compare(*trio(), drafts)
-    assert all(launches) and len(launches) > skipped / 2
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.03])
-def test_after_a_round_whose_drafts_were_accepted_a_draft_is_launched_before_the_next_ones_are_verified(
-    noise, trio, drafts, monkeypatch
-):
-    guessed, right, go_on = [], [], drafting.Drafts.go_on
-
-    def goes_on(self, *args, launched):
-        right.append(self._begun.drafts == 1)
-        go_on(self, *args, launched=launched)
-        guessed.append(self._begun is not None and launched == self._begun.drafts == 1)
-
-    monkeypatch.setattr("hf_rocm.generation.assistant._LIKELY", 1)
-    monkeypatch.setattr(drafting.Drafts, "go_on", goes_on)
-    compare(*trio(noise=noise, number=3), drafts, new=120)
-    # Without noise, all drafts are accepted.
-    assert 0 < sum(right) <= sum(guessed) and (sum(right) < sum(guessed)) is (noise > 0)
-
-
-def test_a_verifying_step_with_other_tokens_is_not_used(trio, drafts, launches, monkeypatch):
-    launch = Lookahead.launch_candidates
-
-    def wrong(lookahead, candidates, *args):
-        return launch(lookahead, (candidates + 1) % 60, *args)
-
-    monkeypatch.setattr(Lookahead, "launch_candidates", wrong)
-    compare(*trio(), drafts)
-    assert launches and not any(launches)
-
-
-@pytest.mark.parametrize("early", [True, False])
-def test_a_round_with_a_step_that_cannot_be_replayed_calls_generate(early, trio, drafts, monkeypatch):
-    advance, count = Runner.advance, [0]
-
-    def failing(runner, *args):
-        count[0] += 1
-        return None if count[0] % 7 == 0 else advance(runner, *args)
-
-    monkeypatch.setattr(Runner, "advance", failing)
-    if not early:
-        monkeypatch.setattr(drafting.Drafts, "begin", lambda *_, **__: None)
-    skipped = compare(*trio(), drafts)
-    assert skipped > 0 and count[0] > 7
 
 
 def refuse_nothing(monkeypatch, models):

@@ -9,7 +9,7 @@ from typing import Any
 STOCK, COMPILE, OVERHEAD, LIGER = "stock", "compile", "reduce-overhead", "liger"
 PREPARED, UNCAPTURED = "hf_rocm", "no-graphs"
 
-EVERYTHING = (STOCK, COMPILE, OVERHEAD, UNCAPTURED, PREPARED)
+_DECODERS = (STOCK, COMPILE, OVERHEAD, UNCAPTURED, PREPARED)
 _ENCODERS = (STOCK, COMPILE, OVERHEAD, PREPARED)
 
 
@@ -34,7 +34,7 @@ def _decode(*sizes: tuple[int, int], new: int = 128) -> tuple[tuple[str, int, in
 
 
 SEGMENTS: dict[str, Plan] = {
-    "decode-1": Plan("llama-8b", _decode((1, 1024)), EVERYTHING),
+    "decode-1": Plan("llama-8b", _decode((1, 1024)), _DECODERS),
     "decode-8": Plan("llama-8b", _decode((8, 1024)), (STOCK, COMPILE, OVERHEAD, PREPARED)),
     "decode-32": Plan("llama-8b", _decode((32, 1024)), (STOCK, COMPILE, OVERHEAD, PREPARED), rounds=3),
     "context-16k": Plan("llama-8b", _decode((1, 16384), (8, 16384)), rounds=3),

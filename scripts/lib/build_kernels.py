@@ -122,7 +122,7 @@ def _build(job: tuple[str, int, str]) -> Built:
     """Compile one build of a kernel for one architecture. Runs in a process of the pool, unless `--jobs` is 1."""
     from triton.backends.compiler import GPUTarget
 
-    from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY, compiled_for
+    from hf_rocm.ops.triton.builds import ARCHITECTURES, SHARED_MEMORY, compiled_for
 
     module, index, architecture = job
     build = importlib.import_module(f"{KERNELS}.{module}").BUILDS[index]
@@ -132,7 +132,7 @@ def _build(job: tuple[str, int, str]) -> Built:
         "form": _form(build),
         "architecture": architecture,
         "warps": build.warps(lanes),
-        "lds_limit": LOCAL_MEMORY.get(architecture, 64 * 1024),
+        "lds_limit": SHARED_MEMORY.get(architecture, 64 * 1024),
     }
     began = time.monotonic()
     try:

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hf_rocm.device import Device
-from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY
+from hf_rocm.ops.triton.builds import ARCHITECTURES, SHARED_MEMORY
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. lanes: lanes per wave; lds: maximum bytes of local memory per workgroup; units: compute units as HIP
+    """One GPU. lanes: lanes per wave; lds: maximum bytes of LDS per workgroup; units: compute units as HIP
     counts them."""
 
     arch: str
@@ -38,5 +38,5 @@ _UNITS = {
 }
 
 GPUS: Mapping[str, Gpu] = {
-    arch: Gpu(arch, lanes, LOCAL_MEMORY.get(arch, 64 * 1024), _UNITS[arch]) for arch, lanes in ARCHITECTURES.items()
+    arch: Gpu(arch, lanes, SHARED_MEMORY.get(arch, 64 * 1024), _UNITS[arch]) for arch, lanes in ARCHITECTURES.items()
 }

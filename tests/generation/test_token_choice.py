@@ -121,7 +121,7 @@ def test_a_streamer_draws_the_same_random_numbers_as_in_stock(pair, ends_checked
     assert streamers[0].values == streamers[1].values
 
 
-class Own(LogitsProcessor):
+class Custom(LogitsProcessor):
     def __init__(self):
         self.seen = []
 
@@ -131,14 +131,14 @@ class Own(LogitsProcessor):
         return scores.roll(1, -1)
 
 
-class OwnTemperature(TemperatureLogitsWarper):
+class CustomTemperature(TemperatureLogitsWarper):
     pass
 
 
 REFUSED = {
-    "own processor": lambda: {"logits_processor": LogitsProcessorList([Own()])},
-    "own processor, greedy": lambda: {"logits_processor": LogitsProcessorList([Own()]), "do_sample": False},
-    "subclass": lambda: {"logits_processor": LogitsProcessorList([OwnTemperature(0.5)])},
+    "custom processor": lambda: {"logits_processor": LogitsProcessorList([Custom()])},
+    "custom processor, greedy": lambda: {"logits_processor": LogitsProcessorList([Custom()]), "do_sample": False},
+    "subclass": lambda: {"logits_processor": LogitsProcessorList([CustomTemperature(0.5)])},
     "processor that reads tokens": lambda: {"repetition_penalty": 1.2},
     "greedy processor that reads tokens": lambda: {"repetition_penalty": 1.2, "do_sample": False},
     "scores": lambda: {"return_dict_in_generate": True, "output_scores": True},

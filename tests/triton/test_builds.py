@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hf_rocm.ops.triton.builds import ARCHITECTURES, LOCAL_MEMORY, Build
+from hf_rocm.ops.triton.builds import ARCHITECTURES, SHARED_MEMORY, Build
 from tests.amdgcn import one
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,5 +122,5 @@ def test_wave_sizes_and_lds_sizes_are_those_of_the_architectures():
     )
     assert {lanes for name, lanes in ARCHITECTURES.items() if not name.startswith("gfx9")} == {32}
     assert {"gfx1150", "gfx1151", "gfx1200"} < set(ARCHITECTURES)
-    assert LOCAL_MEMORY == {"gfx950": 163840}
+    assert SHARED_MEMORY == {"gfx950": 163840}
     assert Build(None, {}, {}).architectures == tuple(ARCHITECTURES)

@@ -19,8 +19,8 @@ ARCHITECTURES: Mapping[str, int] = {gfx: KNOWN[gfx].wave for gfx in BUILT_AHEAD}
 # RDNA 3 and 3.5, which do not support some variants of the kernels.
 GFX11 = tuple(gfx for gfx in ARCHITECTURES if gfx.startswith("gfx11"))
 
-# The local memory (LDS) of a workgroup in bytes, if it is not 64 KiB.
-LOCAL_MEMORY: Mapping[str, int] = {"gfx950": 160 * 1024}
+# The shared memory (LDS) of a workgroup in bytes, if it is not 64 KiB.
+SHARED_MEMORY: Mapping[str, int] = {"gfx950": 160 * 1024}
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def prepare(
     file = output or shapes
     if fingerprint is not None:
         store.write(store.shapes(fingerprint), text)
-        store.remember_name(fingerprint, str(model))
+        store.record_name(fingerprint, str(model))
         file = output or store.shapes(fingerprint)
     assert file is not None
     if output is not None:

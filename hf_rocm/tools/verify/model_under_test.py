@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hf_rocm.errors import VerifyError
 from hf_rocm.loading.prepare import REPORT, prepare, restore
 from hf_rocm.overlay import bind
-from hf_rocm.tools.verify.fp64_reference import wide_of, widened
+from hf_rocm.tools.verify.wide_reference import wide_of, widened
 from hf_rocm.weights import quantize
 
 _PREFIX, _KEPT = "_hf_rocm_", (REPORT, bind.MODE)

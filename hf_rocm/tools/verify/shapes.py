@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_rocm.errors import OptionError
-from hf_rocm.tools.verify.fp64_reference import cast
+from hf_rocm.tools.verify.wide_reference import cast
 
 _SMALL: dict[str, Any] = {
     "vocab_size": 512,

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from hf_rocm.loading.prepare import restore
 from hf_rocm.tolerance import allowed_error
 from hf_rocm.tools.verify.check import FAILED, NOT_RUN, PASSED, Check, Fault
-from hf_rocm.tools.verify.fp64_reference import cast, computing_in
 from hf_rocm.tools.verify.measure import Difference, difference
 from hf_rocm.tools.verify.model_under_test import PAIR, Subject
+from hf_rocm.tools.verify.wide_reference import cast, computing_in
 
 NAME, TITLE = "training", "loss and gradients compared with a CPU reference"
 

@@ -98,6 +98,6 @@ def _errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def remember_name(fingerprint: str, name: str) -> None:
+def record_name(fingerprint: str, name: str) -> None:
     """Record the name of the model next to its shapes, for `hf-rocm tune list`."""
     write(shapes(fingerprint).with_suffix(".json"), json.dumps({"model": name, "fingerprint": fingerprint}) + "\n")

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_rocm.tools.verify.fp64_reference import wide_of
 from hf_rocm.tools.verify.intercept import intercepted
 from hf_rocm.tools.verify.model_under_test import Subject
+from hf_rocm.tools.verify.wide_reference import wide_of
 from tests.coverage.inputs import tokens
 
 

@@ -23,7 +23,7 @@ FOLDERS = {"ops/aiter": "aiter", "ops/triton": "triton", "ops/triton/kernels": "
 
 def test_every_module_has_a_test_file() -> None:
     uncovered = {name for name, path in modules().items() if not covering(name, path)}
-    assert not uncovered, f"add test files of these names, or entries to tests/index.toml: {sorted(uncovered)}"
+    assert not uncovered, f"add test files for these modules, or list them in tests/index.toml: {sorted(uncovered)}"
 
 
 def test_the_index_is_sorted_and_its_files_exist() -> None:

@@ -1,9 +1,9 @@
 """The recorded steps of an assistant model, which drafts tokens for one call of another model.
 
-transformers calls the assistant's `generate` for every draft, with the cache that the previous call returned, and
-removes rejected tokens from it in between. All of these calls (rounds) use one `DecodeCache`, which drops tokens by
-reducing its length. So nothing is copied between rounds, and the same recordings serve all of them. Where `drafting`
-can draft the tokens of a round, its call of `generate` is skipped.
+transformers calls the assistant's `generate` for every round of drafts, with the cache that the previous call
+returned, and removes rejected tokens from it in between. All of these calls (rounds) use one `DecodeCache`, which drops
+tokens by reducing its length. So nothing is copied between rounds, and the same recordings serve all of them. Where
+`drafting` can draft the tokens of a round, its call of `generate` is skipped.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class Rounds:
         self.cache, self._runner, self._drafts = cache, None, None
 
     def follow(self, known: HostTokens, lookahead: Lookahead) -> bool:
-        """Let rounds skip `generate`, if the loop of the call only compares drafts with the tokens that it selects.
+        """Let rounds skip `generate`, unless user code may run between rounds or the models are on different devices.
 
+        Call this only if the loop uses the drafts solely to compare them with the tokens that it selects.
         known: the tokens of the call. lookahead: that of the call. Returns whether `verified` must be called after
         every step of this loop.
         """

@@ -1,9 +1,9 @@
 """The cache of recorded decode steps: buffers at fixed addresses, with lengths that are known on the host.
 
-It is a transformers `Cache` in every release. While it is empty it behaves like a dynamic cache, so that a prompt takes
-as long as in stock: attention sees the prompt's own keys, and no mask covers unwritten rows. After the prompt, a step
-of up to `longest_step` tokens writes to rows whose indices the device reads from `places`, so that its recording stays
-valid. Changes that affect a recording (a buffer grows, a window moves) are made on the host between two steps.
+It is a transformers `Cache` in every release. While it is empty it behaves like a dynamic cache, so a prompt takes as
+long as in stock transformers: attention sees the prompt's own keys, and no mask covers unwritten rows. After the
+prompt, a step of up to `longest_step` tokens writes to rows whose indices the device reads from `places`, so its
+recording stays valid. Changes that affect a recording (a buffer grows, a window moves) occur on the host between steps.
 """
 
 from __future__ import annotations

@@ -303,7 +303,7 @@ def _decode(self: Any, loop: Method, stock: Method, input_ids: Tensor, args: Seq
         # Replays may have been wrong, so the user's cache is left unchanged.
         raise
     except BaseException:
-        # User code raised this error. As in stock, the user's cache contains the tokens so far.
+        # User code raised this error. As in stock transformers, the user's cache contains the tokens so far.
         user_cache.store(None, attempt.cache)
         raise
 

@@ -2,9 +2,9 @@
 
     python -m tests.amdgcn.figures [ARCH ...]
 
-For every kernel of the operations in `cases`, compiled as hf_rocm launches it, the table lists the
-registers, local memory, waves per SIMD, the ratio of requested to needed bytes, and the bytes in flight per compute
-unit compared with Little's law (bandwidth x latency / units). The latency is an assumption.
+For every kernel of the operations in `cases`, compiled as hf_rocm launches it, the table lists the registers, LDS,
+waves per SIMD, the ratio of requested to needed bytes, and the bytes in flight per compute unit compared with Little's
+law (bandwidth x latency / units). The latency is an assumption.
 """
 
 from __future__ import annotations

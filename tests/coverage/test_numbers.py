@@ -1,4 +1,4 @@
-"""Numbers of a module (its scale, its epsilon, a limit) are read from the module, as in stock."""
+"""Numbers of a module (its scale, its epsilon, a limit) are read from the module, as in stock transformers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Random calls of `generate`, one at a time, from several threads, and after the weights have changed.
 
-The decoders of the families differ in structure. Properties of a model determine the kinds of calls that it
-doesn't support, in stock or with recorded steps. These kinds are left out, and every remaining call must be recorded.
+The decoders of the families differ in structure. Properties of a model determine the kinds of calls that it doesn't
+support, with stock transformers or with recorded steps. These kinds are left out, and every remaining call must be
+recorded.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ def test_rows_end_at_different_steps(end_positions, late, pair, request):
 
 
 def test_the_extra_step_of_the_deferred_check_is_not_observable(pair, ends_checked_late):
-    """A user's criterion is called once per token, and sampling draws as many numbers as in stock."""
+    """A user's criterion is called once per token, and sampling draws as many numbers as in stock transformers."""
     prepared, stock = pair()
 
     class Counting(transformers.StoppingCriteria):

@@ -137,7 +137,7 @@ def test_returned_outputs_equal_stock(kind, couple):
 def tensors(cache):
     assert type(cache) is DynamicCache
     if hasattr(cache, "layers"):
-        # as in stock, the cache has as many layers as the encoder, and the decoder does not use all of them
+        # as in stock transformers, the cache has as many layers as the encoder; the decoder does not use all of them
         used = [layer for layer in cache.layers if layer.keys is not None]
         return [tensor for layer in used for tensor in (layer.keys, layer.values)]
     return [*cache.key_cache, *cache.value_cache]

@@ -1,4 +1,4 @@
-"""Replacements of functions by a user or a library are called as in stock, even if steps were recorded before."""
+"""A user's or a library's replacement functions are called as in stock transformers, even after steps were recorded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes to functions, lists and settings while token choices are recorded take effect as in stock."""
+"""Changes to functions, lists and settings while token choices are recorded take effect as in stock transformers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PLACES = {
 @pytest.mark.parametrize("during", [False, True])
 @pytest.mark.parametrize("name", PLACES)
 def test_replaced_functions_are_called(name, during, pair, chosen, monkeypatch):
-    """Functions are called as often as in stock, and with tensors, even if they are replaced during a call."""
+    """Functions are called as often as in stock transformers, and with tensors, even if replaced during a call."""
     owner, attribute, settings = PLACES[name]
     prepared, stock = pair("llama", graphs=None)
     # Later calls compare few of their draws, and a comparison calls the functions too.

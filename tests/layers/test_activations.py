@@ -1,4 +1,4 @@
-"""An activation that is not a module, such as a function set on a layer or by a config, is called as in stock."""
+"""Activations that are not modules, such as functions set on a layer or by a config, run as in stock transformers."""
 
 from __future__ import annotations
 

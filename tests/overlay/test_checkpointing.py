@@ -1,4 +1,4 @@
-"""Gradient checkpointing of a decoder layer with a bound forward works as in stock, for prepared and stock models."""
+"""Gradient checkpointing of decoder layers with a bound forward works as in stock transformers, prepared or not."""
 
 from __future__ import annotations
 

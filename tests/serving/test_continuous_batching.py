@@ -180,7 +180,7 @@ def test_a_batch_with_a_known_fault_of_graphs_returns_the_tokens_of_generate(sus
 
 
 def test_generate_over_a_paged_implementation_runs_uncaptured_with_the_reason(recorded_on_cpu):  # noqa: F811
-    """With a paged implementation, `generate` behaves as in stock, which raises an error in newer releases."""
+    """With a paged implementation, `generate` behaves as in stock transformers: newer releases raise an error."""
     stock = make("llama")
     model = hf_rocm.prepare(copy.deepcopy(stock), force=True)
     outcomes = []
@@ -199,7 +199,7 @@ def test_generate_over_a_paged_implementation_runs_uncaptured_with_the_reason(re
 
 
 def test_on_a_cpu_older_releases_fail_without_a_memory_size(real_memory):
-    """The other tests simulate a memory size. Without one, a prepared model fails as in stock."""
+    """The other tests simulate a memory size. Without one, a prepared model fails as in stock transformers."""
     works = memory_is_known()
     for model in (make("llama"), hf_rocm.prepare(make("llama"), force=True)):
         with paged(model), nullcontext() if works else pytest.raises(AssertionError, match="0 of 5 requests"):

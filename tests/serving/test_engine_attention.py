@@ -146,7 +146,7 @@ def equip(model):
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_engine_layers_run_within_overlays(kind, compiled, engine, monkeypatch):
-    """All parts that an engine replaced run as often as in stock. The compiled model has no graph breaks."""
+    """Parts that an engine replaced run as often as in stock transformers. The compiled model has no graph breaks."""
     stock = make(kind, attn_implementation="engine")
     prepared = copy.deepcopy(stock)
     equipped = [equip(stock), equip(prepared)]

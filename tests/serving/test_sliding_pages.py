@@ -76,7 +76,7 @@ def test_page_tables_of_sliding_layers_are_used_only_by_hf_rocms_functions(page_
 
 
 def test_without_page_tables_sliding_layers_gather_their_keys(page_tables_on_cpu, monkeypatch):
-    """If a part of transformers has changed, batches of sliding models gather their keys as in stock."""
+    """If a part of transformers has changed, batches of sliding models gather their keys as in stock transformers."""
     monkeypatch.setattr(sliding_pages, "refused", lambda: "a reason")
     model = make("gpt_oss", **KINDS["gpt_oss"])
     expected = one_by_one(model, prompts())

@@ -55,8 +55,8 @@ def linear_tile(
 
     Measured in bf16, in recorded graphs: on an NVIDIA H200 for one row with the matrices of seven models (1B to 30B),
     and for 2 to 16 rows with those of Llama-3.1-8B; on an H100 for 6 rows with those of Llama-3.2-1B, and for 32 rows
-    with those of Llama-3.1-8B. Nothing was measured on AMD GPUs: they use similar tiles that need less local memory and
-    fewer registers. `HF_ROCM_TIER=linear=torch` uses the vendor's library there.
+    with those of Llama-3.1-8B. Nothing was measured on AMD GPUs: they use similar tiles that need less LDS and fewer
+    registers. `HF_ROCM_TIER=linear=torch` uses the vendor's library there.
     """
     if rows > 1:
         m = 2 * ROWS if ROWS < rows <= 2 * ROWS else ROWS
@@ -131,7 +131,7 @@ def _programs(rows: int, n: int, tile: LinearTile | FourBitTile) -> int:
 
 
 def row_block(rows: int, *, rocm: bool) -> int:
-    """Rows of x in a program with matrix instructions: at most 64, or at most 32 on AMD to fit into local memory."""
+    """Rows of x in a program with matrix instructions: at most 64, or at most 32 on AMD to fit into LDS."""
     return min(32 if rocm else 64, max(ROWS, power_of_two(rows)))
 
 
@@ -173,7 +173,7 @@ def four_bit_tile(
 
     table: whether the numbers are looked up in a table. scale_bytes: the size of a stored scale. Without matrix
     instructions, a thread reads four words of every row, and four values of x for every run, at a time. On an H200, a
-    tile of 64 rows of x in runs of 64 fills the local memory of a compute unit; of the others, two fit.
+    tile of 64 rows of x in runs of 64 fills the shared memory of an SM; of the others, two fit.
     """
     narrow = n <= NARROW and not gated
     if rows == 1:
@@ -363,7 +363,7 @@ def flash_tile(dim: int, size: int, arch: str | None) -> FlashTile:
     """The tile for this head dim (the larger one) and this number of bytes per element.
 
     arch: the gfx name of an AMD GPU, or None. On AMD, the compiler does not spill registers with these tiles, and their
-    blocks fit into 64 KiB of local memory; nothing was measured there.
+    blocks fit into 64 KiB of LDS; nothing was measured there.
     """
     # Bytes of a row.
     wide = power_of_two(dim) * size

@@ -72,7 +72,7 @@ def bounds_of(subject: Subject, reference: Reference) -> Bounds:
 def faults_of(subject: Subject, reference: Reference, run: Run, bounds: Bounds) -> dict[str, Fault]:
     """Map every wrong layer to the `Fault` of its first point whose error exceeds the bound.
 
-    Layers and points are in stock's order. run: a run in which every layer had the same input as in stock.
+    Layers and points are in stock's order. run: a run in which every layer had stock's input.
     """
     order = {layer: index for index, layer in enumerate(dict.fromkeys(key for key, _ in bounds))}
     faults: dict[str, Fault] = {}

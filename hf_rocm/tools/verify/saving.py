@@ -21,7 +21,7 @@ from hf_rocm.tools.verify.model_under_test import Subject
 from hf_rocm.tools.verify.reference import Reference, Run, run
 
 WEIGHTS = "weights", "bit-identical before and after preparing"
-SAVED = "save_pretrained", "the same files as stock, and unchanged results afterwards"
+SAVED = "save_pretrained", "the same tensors as stock in the saved files, and unchanged results afterwards"
 RESTORED = "restore", "stock again: weights, modules and results"
 
 

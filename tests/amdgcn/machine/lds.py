@@ -1,4 +1,4 @@
-"""LDS, a workgroup's local memory: its loads and stores, and the lane permutations that use its hardware."""
+"""LDS, a workgroup's shared memory: its loads and stores, and the lane permutations that use its hardware."""
 
 from __future__ import annotations
 

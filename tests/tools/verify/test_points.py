@@ -1,4 +1,4 @@
-"""Observing a run does not change it, and the names of intermediate results are the same as in stock."""
+"""Observing a run does not change it, and the names of intermediate results are the same as in stock transformers."""
 
 from __future__ import annotations
 

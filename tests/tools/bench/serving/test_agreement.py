@@ -1,7 +1,7 @@
 """Texts must be equal in fp32.
 
-In 16 bits, a fifth of the compared tokens may differ, or twice the share that batching changes in stock, whichever is
-more.
+In 16 bits, a fifth of the compared tokens may differ, or twice the share that batching changes with stock transformers,
+whichever is more.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hf_rocm.check_version",
         description="Compare the installed overlays with what was verified. Exits with 0 if every selected overlay "
-        "is installed and matches this transformers, otherwise with 1.",
+        "is installed and matches the installed transformers, otherwise with 1.",
     )
     parser.add_argument("models", metavar="MODEL", nargs="*", help="model folders such as llama (none: all)")
     parser.add_argument("--strict", action="store_true", help="accept only files that were verified as a whole")

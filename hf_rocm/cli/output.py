@@ -129,7 +129,7 @@ def print_states(
 
 
 def print_left_out(left_out: LeftOut | None, release: str) -> None:
-    """Print how many models with an overlay are not in this transformers, and which models stay stock, if any."""
+    """Print how many models with an overlay the installed transformers lacks, and which models stay stock, if any."""
     for sentence in left_out.sentences(release) if left_out else []:
         print_wrapped(sentence)
 
@@ -160,7 +160,10 @@ def _axes(state: FileState) -> tuple[str, str]:
 
 
 def _summary(states: Sequence[FileState]) -> str:
-    """Return, for example, `2 of 110 overlays are installed; all match this transformers`, and what needs attention."""
+    """Return, for example, `2 of 110 overlays are installed; all match the installed transformers`.
+
+    Also names what needs attention.
+    """
     total = len(states)
     count = sum(state.installed is Installed.YES for state in states)
     matching = sum(state.match in GOOD for state in states)
@@ -168,7 +171,7 @@ def _summary(states: Sequence[FileState]) -> str:
     installed = f"{share} overlays {'is' if count < 2 and count < total else 'are'} installed"
     differing = total - matching
     others = f", {differing} {'does' if differing == 1 else 'do'} not" if differing else ""
-    match = f"{'all match' if not differing else f'{matching} match'} this transformers{others}"
+    match = f"{'all match' if not differing else f'{matching} match'} the installed transformers{others}"
     wrong = [f"{state.model} ({_what_is_wrong(state)})" for state in states if not state.good]
     attention = f"; {len(wrong)} {'need' if len(wrong) > 1 else 'needs'} attention: {', '.join(wrong)}" if wrong else ""
     return f"{installed}; {match}{attention}"

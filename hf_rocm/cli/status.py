@@ -38,7 +38,7 @@ def status(
     everything: Everything = False,
     json: Json = False,
 ) -> None:
-    """Show which overlays are installed, and whether they match this transformers.
+    """Show which overlays are installed, and whether they match the installed transformers.
 
     Without MODEL or --all, only files that differ are listed, and the others are counted. Exits with 1 if an installed
     overlay needs attention (old, foreign, edited, or on a file that it was not made for); with --record, if anything in

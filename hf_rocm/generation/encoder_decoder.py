@@ -42,7 +42,8 @@ class CrossCache(Cache):
 
     def __init__(self, layers: int) -> None:
         self.layers: Any = [CrossLayer() for _ in range(layers)]
-        self.moved = False  # whether a buffer has been allocated since this flag was last reset
+        # Whether a buffer has been allocated since this flag was last reset.
+        self.moved = False
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -92,7 +93,7 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
         self._source: Any = None  # the encoder's output that was copied
         self._additive = False  # whether the model's attention takes only additive masks
         self._mask: Tensor | None = None  # [B, 1, 1, S], the padding of the encoder's inputs
-        self._visible: Tensor | None = None  # [B, 1, 1, capacity] bool, the rows that a step's query sees
+        self._visible: Tensor | None = None  # [B, 1, 1, capacity] bool, the rows that a step's query attends to
         self._step_mask: Any = None  # the same rows, as the kind of mask that the model takes
         self._rows: Any = None  # [B, 1, 1, capacity], the index of every row
 

@@ -23,8 +23,8 @@ WITHOUT_OVERLAY = (
 def survey(installation: Installation, catalog: Catalog, models: Iterable[str] = ()) -> list[FileState]:
     """Return the states of the named models' files or, without names, of all files with an overlay or a block.
 
-    Without names, models that this transformers lacks are left out. Raises `OverlayError` for a named model that this
-    transformers lacks, or that has neither an overlay for this release nor a block.
+    Without names, models that the installed transformers lacks are left out. Raises `OverlayError` for a named model
+    that it lacks, or that has neither an overlay for this release nor a block.
     """
     names = list(dict.fromkeys(models))
     if not names:
@@ -35,7 +35,7 @@ def survey(installation: Installation, catalog: Catalog, models: Iterable[str] =
 
 
 def left_out(installation: Installation, catalog: Catalog) -> LeftOut:
-    """The models with an overlay that this transformers lacks, or that no overlay supports in this release."""
+    """The models with an overlay that the installed transformers lacks, or that no overlay supports in this release."""
     release = installation.version
     others = {model: catalog.find(model, release) for model in catalog.models()}
     absent = [model for model in others if _absent(installation, model)]
@@ -69,7 +69,7 @@ def read_file(path: Path) -> bytes | None:
 def state_of(installation: Installation, catalog: Catalog, model: str, overlay: Overlay | None) -> FileState:
     """Return the state of one model's file with respect to this overlay.
 
-    Raises `OverlayError` if this transformers lacks the model, or if there is neither an overlay nor a block.
+    Raises `OverlayError` if the installed transformers lacks the model, or if there is neither an overlay nor a block.
     """
     release = installation.version
     # The name becomes part of a path.
@@ -107,7 +107,7 @@ def _link(file: Path) -> Path | None:
 
 
 def _absent(installation: Installation, model: str) -> bool:
-    """Whether this transformers was shipped without the model. False if the file was deleted after the installation."""
+    """Whether the installed transformers was shipped without the model. False if the file was deleted after the installation."""
     file = _file(installation, model)
     if os.path.lexists(file):
         return False

@@ -181,7 +181,7 @@ class FileState:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """Models with an overlay that is not used with this transformers.
+    """Models with an overlay that is not used with the installed transformers.
 
     absent: models that transformers lacks. stock: models that no overlay supports in this release, or whose changed
     files `skip_changed` skips, with the reason.

@@ -32,7 +32,7 @@ from hf_rocm.weights import instance_forward, linear_hook
 
 @register
 class ShuffledCopy(WeightGroup):
-    """A shuffled copy of weights, used from `threshold` rows on.
+    """A shuffled copy of weights, used for `threshold` rows or more.
 
     The copy of a linear layer's weight is stored in the layer's slot, and that of a fused group's weight in the group.
     """

@@ -16,7 +16,7 @@ from hf_rocm.weights.stored_linear import StoredLayer
 
 _CLASS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
 
-# In the module's __dict__: a mark of prepared models, whose calls may use the kernels. `restore` removes it.
+# In the module's __dict__: a flag that marks prepared models, whose calls may use the kernels. `restore` removes it.
 _PREPARED = "_hf_rocm_prepared"
 
 

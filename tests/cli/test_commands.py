@@ -199,7 +199,7 @@ def test_an_unknown_model_is_an_error(command: Command, name: str) -> None:
 def test_status_shows_both_axes_and_what_needs_attention(command: Command, site: Site) -> None:
     command("install-overlays", "llama")
     verdict = command("status").out.splitlines()[-1]
-    assert verdict == f"1 of {len(MODELS)} overlays is installed; all match this transformers"
+    assert verdict == f"1 of {len(MODELS)} overlays is installed; all match the installed transformers"
     shown = command("status", "--all")
     summary = grouped(shown.out)
     assert summary["llama"] == ["yes", "verified"]

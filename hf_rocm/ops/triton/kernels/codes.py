@@ -40,12 +40,13 @@ def coded(
     low_end,  # and of 8 … 15
     high,  # the second byte of the numbers of codes 0 … 7
     high_end,  # and of 8 … 15
-    SIGNED: tl.constexpr,  # codes 8 … 15 share the first bytes of 0 … 7, because their numbers are the negatives
-    SELECT: tl.constexpr,  # the instruction that selects bytes, or None: several portable instructions
+    SIGNED: tl.constexpr,
+    SELECT: tl.constexpr,
 ):
     """Two bytes of the numbers of four runs, as int16: those with the indices `run_of(half, 0)` … `run_of(half, 3)`.
 
-    half: 0 or 1.
+    half: 0 or 1. SIGNED: whether codes 8 … 15 share the first bytes of 0 … 7, because their numbers are the negatives.
+    SELECT: the instruction that selects bytes; None: several portable instructions.
     """
     if SELECT == _NVIDIA:
         return _coded_pairs(words, half, low, low_end, high, high_end, SIGNED)

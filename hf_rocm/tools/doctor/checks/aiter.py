@@ -105,7 +105,7 @@ def _mend(error: str, local_aiter: Aiter) -> str:
     if "No module named" in error:
         missing = error.rsplit("No module named", 1)[1].strip(" '\"").split(".")[0]
         return f"pip install {missing}" if missing not in ("aiter", "torch", "triton") else INSTALL
-    return f"python -c 'import aiter' shows the whole error; a release that fits: {INSTALL}"
+    return f"python -c 'import aiter' shows the whole error; {INSTALL}"
 
 
 def _cache(local_aiter: Aiter, cache: JitCache, now: float) -> Iterator[Finding]:

@@ -107,7 +107,7 @@ def _link(file: Path) -> Path | None:
 
 
 def _absent(installation: Installation, model: str) -> bool:
-    """Whether the installed transformers was shipped without the model. False if the file was deleted after the installation."""
+    """Whether the installed transformers was shipped without the model. False if the file was deleted afterwards."""
     file = _file(installation, model)
     if os.path.lexists(file):
         return False

@@ -325,7 +325,7 @@ def _pieces(n: int, k: int) -> list[tuple[int, int]]:
 
 
 def only_known(settings: Mapping[str, Any], known: tuple[str, ...], section: str) -> None:
-    """Raise `Unsupported` if a setting that is not in `known` has a true value.
+    """Raise `Unsupported` if a setting that is not in `known` is truthy.
 
     section: the part of the checkpoint that the settings belong to, for the message.
     """

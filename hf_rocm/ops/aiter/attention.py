@@ -89,7 +89,7 @@ def dense_limits(spec: AttentionSpec) -> str | None:
     if spec.mask is not None:
         return "aiter takes one [S_q, S_k] bias, not a mask for each batch row"
     if spec.more_queries and (spec.causal or spec.window is not None):
-        return "with more queries than keys, some rows see no key, and aiter's results for them are undefined"
+        return "with more queries than keys, some rows attend to no key, and aiter's results for them are undefined"
     return limits(spec)
 
 

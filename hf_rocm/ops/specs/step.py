@@ -12,8 +12,8 @@ class BeginStepCall(NamedTuple):
     """The arguments of `begin_step`, for a step of N tokens over a cache with up to two kinds of layers.
 
     clock: [C, N] int64, which receives relative + position. Its second and third rows are the lengths of the tokens in
-    the two kinds of layers: the number of keys up to and including a token that were written to the buffer. mask: [B,
-    1, N, L], the bytes of a bool mask (uint8) or an additive one, which receives the mask of the first kind: of the
+    the two kinds of layers: the number of keys up to and including a token that were written to the buffer. mask:
+    [B, 1, N, L], the bytes of a bool mask (uint8) or an additive one, which receives the mask of the first kind: of the
     keys up to its length, a query attends to the last `window` (None: all), but to none before `starts`, [B]. If
     rolling, a length may exceed L, and the buffer contains the last L keys. hidden: the value of hidden keys in an
     additive mask; None: the masks are bool. places: [P] int64, which receives the rows `row`, `row + 1`, and so on.

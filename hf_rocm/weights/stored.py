@@ -60,7 +60,7 @@ class Expected(NamedTuple):
 class StoredFormat:
     """The format of every quantised layer of a checkpoint."""
 
-    marker: ClassVar[str]  # every quantised layer has a tensor of this name
+    marker: ClassVar[str]  # the name of a tensor that every quantised layer has
     bulk: ClassVar[tuple[str, ...]]  # the large tensors of a layer
     plain: ClassVar[tuple[str, ...]] = ("bias",)  # the tensors that stay parameters in the dtype of the model
 

@@ -1,9 +1,9 @@
-"""Decode attention, split over the keys: partial softmaxes in fp32, which `gather_kernel` combines.
+"""Decode attention, split along the keys: partial softmaxes in fp32, which `gather_kernel` combines.
 
 A step has B · Hkv independent pieces of work, too few for a GPU with hundreds of compute units. So the keys of a piece
-are split into blocks, which are distributed over several programs. A program reads `lengths` to compute its blocks, and
-returns at once if it has none. Scores are scaled for exp2. With `new_key`, the kernel also normalises and rotates the
-queries and the new keys, and writes the keys and the values to the cache.
+are split into blocks, which are distributed across several programs. A program reads `lengths` to compute its blocks,
+and returns at once if it has none. Scores are scaled for exp2. With `new_key`, the kernel also normalises and rotates
+the queries and the new keys, and writes the keys and the values to the cache.
 """
 
 from __future__ import annotations

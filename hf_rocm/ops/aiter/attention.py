@@ -196,7 +196,7 @@ def call_mha_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Return (output [B, S_q, H, D_v], log-sum-exp [B, H, S_q]); the log-sum-exp is valid only if `lse`.
 
-    lengths: [B + 1], the running sum of the number of keys per row, from 0.
+    lengths: [B + 1], the cumulative numbers of keys of the rows, starting at 0.
     """
     further: dict[str, Any] = {}
     if sinks is not None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class BeginStepCall(NamedTuple):
-    """The arguments of `begin_step`, for a step of N tokens over a cache with up to two kinds of layers.
+    """The arguments of `begin_step`, for a step of N tokens with a cache that has up to two kinds of layers.
 
     clock: [C, N] int64, which receives relative + position. Its second and third rows are the lengths of the tokens in
     the two kinds of layers: the number of keys up to and including a token that were written to the buffer. mask:

@@ -150,7 +150,7 @@ def _rocm_sentence(torch: TorchFacts, rocm: RocmFacts) -> str:
     installed = f"{rocm.version or 'not installed'}, {'device present' if rocm.device else 'no device'}"
     if torch.hip:
         return installed
-    return f"{installed}; this torch does not use it, so models with installed overlays {_without_rocm()}"
+    return f"{installed}; the installed torch does not use it, so models with installed overlays {_without_rocm()}"
 
 
 def _without_rocm() -> str:

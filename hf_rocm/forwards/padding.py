@@ -47,7 +47,7 @@ class Padded(NamedTuple):
     arguments: dict[str, Any]
 
     def sees_tokens(self, window: int | None) -> bool:
-        """Return whether every position sees a token. The value is read on the host.
+        """Return whether every position can attend to an unmasked token. The value is read on the host.
 
         The result of attention without a visible key depends on the length. window: see `window_of`.
         """

@@ -47,7 +47,7 @@ def refuses_class(cls: type) -> str | None:
         if own(cls, name, PreTrainedModel if name == "get_compiled_call" else GenerationMixin):
             return f"{cls.__name__} overrides {name}"
     if not getattr(cls, "_can_compile_fullgraph", getattr(cls, "_supports_static_cache", False)):
-        return f"transformers does not run {cls.__name__} over a static cache"
+        return f"transformers does not run {cls.__name__} with a static cache"
     return None
 
 

@@ -180,13 +180,13 @@ def confirm(cache: DecodeCache, position: int, tokens: int) -> None:
 
 
 def residents_of(cache: Any) -> Residents | None:
-    """The tensors that the last step over this cache read, or None."""
+    """The tensors that the last step with this cache read, or None."""
     step = _step_of(cache)
     return None if step is None else step.residents
 
 
 def all_residents_of(cache: Any) -> list[Residents]:
-    """The tensors that steps over this cache read."""
+    """The tensors that steps with this cache read."""
     step = _step_of(cache)
     return [] if step is None else list(step.known.values())
 
@@ -196,13 +196,13 @@ def _step_of(cache: Any) -> Step | None:
 
 
 def _is_step(inputs: Mapping[str, Any], cache: Any) -> bool:
-    """Return whether these are the inputs of a step, not of a prompt, over a cache with static buffers."""
+    """Return whether these are the inputs of a step, not of a prompt, with a cache that has static buffers."""
     ids = inputs.get("input_ids")
     return ids is not None and ids.shape[1] <= _longest_step(cache) and getattr(cache, "is_compileable", False)
 
 
 def _longest_step(cache: Any) -> int:
-    """The largest number of tokens in one step over this cache."""
+    """The largest number of tokens in one step with this cache."""
     return cache.longest_step if isinstance(cache, DecodeCache) else 1
 
 

@@ -88,7 +88,7 @@ def _seen(
     allow_is_causal_skip: bool = True,
     **others: Any,
 ) -> Tensor | None:
-    """The keys that every query sees, [B, 1, S_q, S_k] bool, or None if SDPA needs no mask."""
+    """Which keys each query attends to, [B, 1, S_q, S_k] bool, or None if SDPA needs no mask."""
     stock = _stock()
     s_q = cache_position.shape[0]
     padding = stock.prepare_padding_mask(attention_mask, kv_length, kv_offset, _slice=False)

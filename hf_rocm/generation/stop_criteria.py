@@ -129,6 +129,6 @@ def _acts(criterion: Any, length: int) -> bool:
 
 @cache
 def _skipped() -> Watch:
-    """Watches the functions that are skipped, and all functions that they call."""
+    """Return a watch on the functions that are skipped, and on all functions that they call."""
     kinds = (StoppingCriteriaList, MaxLengthCriteria, EosTokenCriteria)
     return Watch([reference for kind in kinds for reference in of_method(kind, "__call__", called=Tensor)])

@@ -30,7 +30,7 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _INTERFACE = "transformers.integrations.moe"
 
-_SPREAD = "the experts are distributed over several devices"
+_SPREAD = "the experts are distributed across several devices"
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def torch_finish_step(call: FinishStepCall) -> tuple[Tensor, ...]:
-    """PyTorch's operations. Adds to doubt with `add_doubt`. Returns the tensors that it wrote to, without out."""
+    """PyTorch's operations. Adds to doubt with `add_doubt`. Returns the tensors that it wrote to, except out."""
     add_doubt(call.doubt, call.logits)
     return _finish(call, argmax(call.logits))
 

@@ -1,6 +1,6 @@
 """The calls of an attention module, as specifications of operations.
 
-The number of heads is not stored in one place: transformers' classes have separate or joined projections, and store the
+The number of heads is not stored in one place: transformers' classes have separate or fused projections, and store the
 numbers on the module or only in its config.
 """
 

@@ -84,7 +84,10 @@ def _traced(self: Any, x: Tensor, group: Any, backend: str | None) -> Tensor:
 
 
 def operator(name: str, function: Callable[[Tensor, Tensor, Tensor | None], Tensor]) -> torch.library.Library:
-    """Define `hf_rocm::name(x, weight, bias)`, a GEMM for compiled graphs. Keep the returned library alive."""
+    """Define `hf_rocm::name(x, weight, bias)`, a GEMM for compiled graphs.
+
+    The caller must keep the returned library alive.
+    """
     library = torch.library.Library("hf_rocm", "FRAGMENT")
     library.define(f"{name}(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
     library.impl(name, function, "CompositeExplicitAutograd")

@@ -51,4 +51,4 @@ def unknown(weight: Tensor, device: Device) -> str | None:
         fits = weight.dtype == gain.dtype and n % gain.multiple == 0 and k % gain.multiple == 0
         if fits and isinstance(release, detect.Release) and release.at_least(gain.aiter):
             return None
-    return f"no gain is known on {device.arch} for {weight.dtype}, {tuple(weight.shape)} with this aiter"
+    return f"no gain is known on {device.arch} for {weight.dtype}, {tuple(weight.shape)} with the installed aiter"

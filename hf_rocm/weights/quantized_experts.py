@@ -76,7 +76,7 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
             return f"{GATE_UP} and {DOWN} have shapes that don't fit together"
         parallel = getattr(module, "_is_expert_parallel", False) or getattr(module, "_hf_tp_plan", None) is not None
         if parallel or count != getattr(module, "num_experts", count):
-            return "the experts are distributed over several devices"
+            return "the experts are distributed across several devices"
         if hidden % BLOCK or intermediate % BLOCK:
             return f"the sizes {hidden} × {intermediate} of the experts are not both multiples of {BLOCK}"
         return None

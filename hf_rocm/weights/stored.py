@@ -60,7 +60,7 @@ class Expected(NamedTuple):
 class StoredFormat:
     """The format of every quantised layer of a checkpoint."""
 
-    marker: ClassVar[str]  # every quantised layer has a tensor of this name
+    marker: ClassVar[str]  # the name of a tensor that every quantised layer has
     bulk: ClassVar[tuple[str, ...]]  # the large tensors of a layer
     plain: ClassVar[tuple[str, ...]] = ("bias",)  # the tensors that stay parameters in the dtype of the model
 
@@ -325,7 +325,7 @@ def _pieces(n: int, k: int) -> list[tuple[int, int]]:
 
 
 def only_known(settings: Mapping[str, Any], known: tuple[str, ...], section: str) -> None:
-    """Raise `Unsupported` if a setting that is not in `known` has a true value.
+    """Raise `Unsupported` if a setting that is not in `known` is truthy.
 
     section: the part of the checkpoint that the settings belong to, for the message.
     """

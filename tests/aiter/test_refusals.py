@@ -47,7 +47,7 @@ CASES = [
         MHA,
         ATTENTION,
         {"more_queries": True, "square": False},
-        "with more queries than keys, some rows see no key, and aiter's results for them are undefined",
+        "with more queries than keys, some rows attend to no key, and aiter's results for them are undefined",
     ),
     # mha_fwd
     (MHA, ATTENTION, {"grad": True}, "mha_fwd has no gradient"),

@@ -36,7 +36,7 @@ def test_stock_and_prepared_models_of_a_named_shape_are_measured(tmp_path, capsy
     file = tmp_path / "runs.json"
     assert main(["bench", "--config", "small", "--layers", "2", *TINY, "--save", str(file), "--segment", "two"]) == 0
     captured = capsys.readouterr().out
-    assert "tensor parallel over 2 ranks, gloo" in captured and "forced without ROCm" in captured
+    assert "tensor parallel across 2 ranks, gloo" in captured and "forced without ROCm" in captured
     assert captured.count("\nstock ") == 2 and captured.count("\nhf_rocm ") == 2
     (segment,) = record.load(file)
     assert segment.name == "two" and segment.model["name"] == "small, 2 layers"

@@ -1,4 +1,4 @@
-"""Rotary embedding modules run the kernel with stock's results; unsupported or changed modules run stock code."""
+"""Rotary embedding modules run the kernel and return stock's results; unsupported or changed ones run stock code."""
 
 from __future__ import annotations
 

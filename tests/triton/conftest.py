@@ -126,7 +126,7 @@ def patched_once() -> Iterator[None]:
     """Patch triton.language once per launch.
 
     By default, the interpreter patches triton.language on every call to a device function, and builds its table of
-    types at every use. Together, this would take half of the suite's time.
+    types on every use. Together, these would take half of the suite's time.
     """
     if suite.gpu() is not None:
         yield

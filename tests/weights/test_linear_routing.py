@@ -183,7 +183,7 @@ def test_autocast_and_function_transforms_use_pytorch(net, aiter):
             assert net.up(x).dtype == torch.float16
         torch.testing.assert_close(torch.func.vmap(net.up)(x), F.linear(x, net.up.weight))
         with warnings.catch_warnings():
-            # PyTorch warns at the first use.
+            # PyTorch warns on the first use.
             warnings.simplefilter("ignore", DeprecationWarning)
             _, tangent = torch.func.jvp(net.up, (x,), (x,))
     torch.testing.assert_close(tangent, F.linear(x, net.up.weight))

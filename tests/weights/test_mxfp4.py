@@ -57,7 +57,7 @@ def prepared(folder, **arguments):
 
 def check_results(reference, model):
     wide = copy.deepcopy(reference).double()
-    # The default of transformers 5 does not support float64.
+    # The default experts implementation of transformers 5 does not support float64.
     wide.config._experts_implementation = "eager"
     assert_as_good_as_eager(logits(model), logits(reference), logits(wide))
 

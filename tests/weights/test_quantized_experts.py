@@ -272,8 +272,8 @@ def _parallel(experts):
         (_width, "the sizes 64 × 95 of the experts are not both multiples of 32"),
         (_meta, "gate_up_proj is on the meta device"),
         (_double, "gate_up_proj is torch.float64"),
-        (_parallel, "the experts are distributed over several devices"),
-        (_fewer, "the experts are distributed over several devices"),
+        (_parallel, "the experts are distributed across several devices"),
+        (_fewer, "the experts are distributed across several devices"),
     ],
 )
 def test_unsupported_experts_are_not_quantised(spoil, reason):

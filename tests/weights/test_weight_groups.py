@@ -41,7 +41,11 @@ X = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(5)).bfloat16(
 
 
 class Example(NamedTuple):
-    """How to build and run a group of one kind. build: returns a stock module. form: turns it into a group."""
+    """How to build and run a group of one kind.
+
+    build: returns a stock module. form: turns it into a group. exact: whether nothing is rounded except the GEMM's
+    result. copies: whether a copy of the module also has a group, from its first call on.
+    """
 
     build: Callable[[], Any]
     form: Callable[[Any], object]
@@ -50,8 +54,8 @@ class Example(NamedTuple):
     move: Callable[[Any], object] = lambda module: setattr(module.b.weight, "data", torch.ones(16, WIDTH).bfloat16())
     nbytes: Callable[[Any], int] = lambda stock: sum(parameter.nbytes for parameter in stock.parameters())
     extra: Callable[[Any], int] = lambda stock: 0
-    exact: bool = True  # nothing is rounded except the GEMM's result
-    copies: bool = True  # a copy of the module also has a group, from its first call on
+    exact: bool = True
+    copies: bool = True
 
 
 def linears() -> Group:

@@ -89,7 +89,7 @@ def dense_limits(spec: AttentionSpec) -> str | None:
     if spec.mask is not None:
         return "aiter takes one [S_q, S_k] bias, not a mask for each batch row"
     if spec.more_queries and (spec.causal or spec.window is not None):
-        return "with more queries than keys, some rows see no key, and aiter's results for them are undefined"
+        return "with more queries than keys, some rows attend to no key, and aiter's results for them are undefined"
     return limits(spec)
 
 
@@ -196,7 +196,7 @@ def call_mha_fwd(
 ) -> tuple[Tensor, Tensor]:
     """Return (output [B, S_q, H, D_v], log-sum-exp [B, H, S_q]); the log-sum-exp is valid only if `lse`.
 
-    lengths: [B + 1], the running sum of the number of keys per row, from 0.
+    lengths: [B + 1], the cumulative numbers of keys of the rows, starting at 0.
     """
     further: dict[str, Any] = {}
     if sinks is not None:

@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 class BeginStepCall(NamedTuple):
-    """The arguments of `begin_step`, for a step of N tokens over a cache with up to two kinds of layers.
+    """The arguments of `begin_step`, for a step of N tokens with a cache that has up to two kinds of layers.
 
     clock: [C, N] int64, which receives relative + position. Its second and third rows are the lengths of the tokens in
     the two kinds of layers: the number of keys up to and including a token that were written to the buffer. mask:
     [B, 1, N, L], the bytes of a bool mask (uint8) or an additive one, which receives the mask of the first kind: of the
-    keys up to its length, a query sees the last `window` (None: all), but none before `starts`, [B]. If rolling, a
-    length may exceed L, and the buffer contains the last L keys. hidden: the value of hidden keys in an additive mask;
-    None: the masks are bool. places: [P] int64, which receives the rows `row`, `row + 1`, and so on. input_ids: [B, N]
-    int64, which receives token `first` and the N - 1 tokens from index `drafts` on. Both are indices into `ids`,
-    [B, S], concatenated with `extra_ids`, [B, M]; missing drafts are zero. header: [2] int64, see `look_up_drafts`: its
-    first number is added to position, row, row_2 and first, and its second one to drafts. Tensors except clock and
-    relative may be None. The fields that end in _2 belong to the second kind.
+    keys up to its length, a query attends to the last `window` (None: all), but to none before `starts`, [B]. If
+    rolling, a length may exceed L, and the buffer contains the last L keys. hidden: the value of hidden keys in an
+    additive mask; None: the masks are bool. places: [P] int64, which receives the rows `row`, `row + 1`, and so on.
+    input_ids: [B, N] int64, which receives token `first` and the N - 1 tokens from index `drafts` on. Both are indices
+    into `ids`, [B, S], concatenated with `extra_ids`, [B, M]; missing drafts are zero. header: [2] int64, see
+    `look_up_drafts`: its first number is added to position, row, row_2 and first, and its second one to drafts. Tensors
+    except clock and relative may be None. The fields that end in _2 belong to the second kind.
     """
 
     clock: Tensor

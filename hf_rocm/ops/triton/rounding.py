@@ -1,4 +1,4 @@
-"""Rows rounded to 8 bits by one kernel, with the numbers and scales of `eight_bit.quantize_rows`."""
+"""Round rows to 8 bits in one kernel, with the same numbers and scales as `eight_bit.quantize_rows`."""
 
 from __future__ import annotations
 

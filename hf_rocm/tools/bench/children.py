@@ -17,7 +17,8 @@ NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "ROCR_VISIBLE_D
 _ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception)\b.*:")
 _PRELUDE = """
 import ctypes, os, sys
-if sys.platform == "linux":  # a child must not outlive the command that started it, however that command ends
+# A child must not outlive the command that started it, however that command ends.
+if sys.platform == "linux":
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
     if os.getppid() != {parent}:
         os._exit(1)

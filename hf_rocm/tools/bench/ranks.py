@@ -54,7 +54,7 @@ def bench_ranks(
     segment: str,
     progress: Progress,
 ) -> Segment:
-    """Measure every case on every side, over `ranks` ranks on this machine with one GPU each (or all on the CPU).
+    """Measure every case on every side, across `ranks` ranks on this machine with one GPU each (or all on the CPU).
 
     Raises `OptionError` or `RankError` before anything is started if such a run is impossible, and `RankError` with
     the cause if a rank failed or results are wrong.
@@ -96,7 +96,7 @@ def bench_ranks(
 
 
 def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
-    """Raise `OptionError` or `RankError` if the model, the sides or the GPUs don't allow a run over this many ranks.
+    """Raise `OptionError` or `RankError` if the model, the sides or the GPUs don't allow a run across this many ranks.
 
     Starts no process.
     """
@@ -105,7 +105,7 @@ def check(subject: Subject, names: Sequence[str], ranks: int) -> None:
     others = [name for name in names if name not in SIDES]
     if others:
         raise OptionError(
-            f"the side {others[0]!r} is not compared over several ranks",
+            f"the side {others[0]!r} is not compared across several ranks",
             facts={"known": ", ".join(SIDES)},
             hint="select others with --sides",
         )
@@ -168,7 +168,7 @@ def _started(directory: Path, subject: Subject, ranks: int) -> Iterator[list[sub
     """Start the ranks' processes. Those that are still running at the end of the block are killed."""
     environment = options.environment()
     if subject.device.type == "cpu":
-        # transformers shards over any visible accelerator.
+        # transformers places the shards on any visible accelerator.
         environment |= children.NO_GPU
         environment.setdefault("OMP_NUM_THREADS", str(max(1, torch.get_num_threads() // ranks)))
     processes: list[subprocess.Popen[bytes]] = []

@@ -50,7 +50,7 @@ def parallel(segment: Segment) -> list[str]:
     )
     suffix = "" if unreachable is None else access
     return [
-        f"tensor parallel over {setup['tp']} ranks, {setup['backend']}{suffix}; in large all-reduces each rank sends "
+        f"tensor parallel across {setup['tp']} ranks, {setup['backend']}{suffix}; in large all-reduces each rank sends "
         f"{large(setup['wire'])}B/s. Matrices, roofline and peak are those of one rank"
     ]
 

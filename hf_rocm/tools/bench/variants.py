@@ -189,7 +189,7 @@ def _stock(name: str, model: Any, encoder: bool) -> Side:
 
 
 def _compiled(name: str, model: Any, encoder: bool) -> Side:
-    """Return stock as transformers compiles it by default: only the decode step, over a static cache. For an encoder,
+    """Return stock as transformers compiles it by default: only the decode step, with a static cache. For an encoder,
     compile the forward pass.
     """
     mode = "default" if name == COMPILE else "reduce-overhead"

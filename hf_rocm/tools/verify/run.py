@@ -53,7 +53,7 @@ def verify(
     model: from transformers or `hf_rocm.from_pretrained`; its state is the same afterwards. ids: [S] int64 tokens of a
     text, at least 64; random tokens by default. quick: use fewer tokens and skip the check of saved files. train:
     compare the loss and the gradients too. force: as in `hf_rocm.prepare`. golden: a file to compare with. save_golden:
-    a file to record. progress: a function that is called with the name of each stage. Returns a `Verification`. Raises
+    a file to write. progress: a function that is called with the name of each stage. Returns a `Verification`. Raises
     `VerifyError` if there is nothing to verify, the model is not supported (for example, quantised), stock can't run
     the first case or ids are not valid, `GoldenError` if a file can't be used, and `OptionError` if model is not a
     `torch.nn.Module`, force is neither a bool nor None, or a file is not a path.

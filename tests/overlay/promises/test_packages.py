@@ -187,7 +187,7 @@ def test_15_only_the_running_environment_is_written_to(environments: Make, tmp_p
     assert borrowed.returncode == 1 and "does not belong to the active environment" in borrowed.stderr
     assert f"--transformers-path {two.site.root}" in borrowed.stderr
     assert fingerprint(two.site.root) == before[two.path]
-    # the user site is not another environment, so a transformers in it is written to
+    # the user site is not another environment, so a transformers there may be patched
     user = tmp_path / "user" / "lib" / two.site.path.parent.name / "site-packages"
     user.parent.mkdir(parents=True)
     (one.site.path / "borrowed.pth").unlink()

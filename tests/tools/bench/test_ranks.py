@@ -154,7 +154,11 @@ def nothing_starts(monkeypatch):
     [
         ([*TINY, "--tp", "4"], 1, "heads can't be divided among 4 ranks: 2 (num_key_value_heads)"),
         ([*TINY, "--tp", "3"], 1, "can't be divided among 3 ranks"),
-        ([*TINY, "--tp", "2", "--sides", "stock,compile"], 1, "the side 'compile' is not compared over several ranks"),
+        (
+            [*TINY, "--tp", "2", "--sides", "stock,compile"],
+            1,
+            "the side 'compile' is not compared across several ranks",
+        ),
         (["--config", "bert-base", "--device", "cpu", "--tp", "2"], 1, "is an encoder"),
         ([*TINY, "--tp", "2", "--profile", "trace.json"], 2, "--profile supports a single device"),
         ([*TINY, "--tp", "1"], 2, "--tp"),

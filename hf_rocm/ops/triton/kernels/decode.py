@@ -1,9 +1,9 @@
-"""Decode attention, split over the keys: partial softmaxes in fp32, which `gather_kernel` combines.
+"""Decode attention, split along the keys: partial softmaxes in fp32, which `gather_kernel` combines.
 
 A step has B · Hkv independent pieces of work, too few for a GPU with hundreds of compute units. So the keys of a piece
-are split into blocks, which are distributed over several programs. A program reads `lengths` to compute its blocks, and
-returns at once if it has none. Scores are scaled for exp2. With `new_key`, the kernel also normalises and rotates the
-queries and the new keys, and writes the keys and the values to the cache.
+are split into blocks, which are distributed across several programs. A program reads `lengths` to compute its blocks,
+and returns at once if it has none. Scores are scaled for exp2. With `new_key`, the kernel also normalises and rotates
+the queries and the new keys, and writes the keys and the values to the cache.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def decode_kernel(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     ALONE: tl.constexpr,  # one split
-    CAUSAL: tl.constexpr,  # there are several queries, and the last one sees all keys
+    CAUSAL: tl.constexpr,  # there are several queries, and the last one attends to all keys
     PAGE: tl.constexpr,  # keys of a page, or None
     HIDDEN: tl.constexpr,  # values up to this one in an additive mask hide a key; None: the mask is bool or absent
     PRECISION: tl.constexpr,
@@ -220,7 +220,7 @@ def decode_kernel(
             else:
                 bias = tl.load(address, mask=seen & real[:, None], other=-float("inf")).to(tl.float32)
                 seen = bias > HIDDEN
-            # A key that no query sees isn't read.
+            # A key that no query attends to isn't read.
             needed = tl.max(seen.to(tl.int32), 0) > 0
 
         across = needed[None, :] if DIM == BLOCK_D else needed[None, :] & inside[:, None]

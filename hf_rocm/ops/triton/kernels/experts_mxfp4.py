@@ -2,10 +2,10 @@
 
 A word contains 8 consecutive numbers along K. x is stored in the order [8, K / 8], so that the first numbers of
 several words are multiplied by a contiguous piece of x, then the second ones, and so on. Blocks are the first dim of
-tiles, so that the compiler spreads words and x over the threads in the same way. A number becomes the last exponent
-bits and the first bit of the mantissa of a float, which is exactly 2⁻¹²⁶ times the number. x is first multiplied
-by 2⁶⁴, and the sum of a word by 2⁶² and by the scale of its block, so that no intermediate result leaves the range of
-fp32 where |x| < 2⁶³.
+tiles, so that the compiler distributes words and x across the threads in the same way. A number becomes the last
+exponent bits and the first bit of the mantissa of a float, which is exactly 2⁻¹²⁶ times the number. x is first
+multiplied by 2⁶⁴, and the sum of a word by 2⁶² and by the scale of its block, so that no intermediate result leaves the
+range of fp32 where |x| < 2⁶³.
 """
 
 from __future__ import annotations

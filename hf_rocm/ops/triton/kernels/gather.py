@@ -1,4 +1,4 @@
-"""Combine the partial results of decode attention, which is split over the keys."""
+"""Combine the partial results of decode attention, which is split along the keys."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def logits_kernel(
     largest,  # [R, PARTS] int64, packed
     sums,  # [R, PARTS] int64
     wrong,  # [R, PARTS] int32, the number of logits that are not finite
-    exponentials,  # [2, R, PARTS] fp32: a number c that is at least every logit, and the sum of exp(logit - c); or None
+    exponentials,  # [2, R, PARTS] fp32: an upper bound c of the logits, and the sum of exp(logit - c); or None
     dim,  # V
     count,  # W
     PARTS: tl.constexpr,

@@ -245,7 +245,7 @@ def _rope(facts: Facts) -> Iterator[Finding]:
 
 
 def _sinks(facts: Facts) -> Iterator[Finding]:
-    """Check for the Hub's flash attention, which may not receive the attention sinks of a model."""
+    """Check for the Hub's flash attention, which may be called without the attention sinks of a model."""
     if not facts.transformers.hub_flash or not hub_is_on(facts):
         return
     named = facts.model

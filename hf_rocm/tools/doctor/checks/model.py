@@ -94,7 +94,7 @@ def _on_host(named: ModelFacts) -> Iterator[Finding]:
         yield warning(
             "model-host",
             f"{_size(named.memory)} of the host's memory is free, for {_size(named.weights)} of weights",
-            means="loading reads the files through the page cache: slow, and on integrated GPUs it may fail",
+            means="loading reads the files through the page cache, which is slow and may fail on integrated GPUs",
             fix="stop other processes that use memory, or load on a machine with more memory",
         )
 

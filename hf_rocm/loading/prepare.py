@@ -57,7 +57,8 @@ def prepare(
     `"25%"`); None uses `HF_ROCM_PRESHUFFLE_BUDGET`, by default 0. With `PRESHUFFLE_M_THRESH=0` a shuffled weight
     replaces the original and needs no budget. Without preshuffle and budget, a model that was prepared before keeps its
     settings.
-    linear_backend: also route the plain linear layers, including fused ones (see `hf_rocm.route_linear`); None: none.
+    linear_backend: also route the plain linear layers, including fused ones (see `hf_rocm.route_linear`); None routes
+    none.
     quantize: `fp8`, `int8`, `int4`, `int4-g64`, `int4-g32` or `mxfp4` (see `hf_rocm.quantize`); None leaves the weights
     as they are.
     graphs: whether to record the decode steps of `generate`, and the forwards of other models: False never, True always

@@ -140,8 +140,7 @@ class Rounds:
         if step is None or self._in_a_row < _LIKELY or not following:
             return
         assert self._drafts is not None and self._settings is not None and step.tokens is not None
-        # The draft is computed while the host reads the tokens of the step, and is dropped unless all drafts are
-        # accepted.
+        # The draft is computed while the host reads the step's tokens, and is dropped unless all drafts are accepted.
         tokens = last.tokens, step.tokens[:, -1:]
         self._guessed = self._drafts.begin(self.model, self._settings, tokens, following, launched=1)
 
@@ -152,8 +151,9 @@ class Rounds:
         """
         if length + 1 >= self.limit:
             return 0
-        # After a round, transformers raises the limit if it was reached and every draft was accepted; otherwise it
-        # lowers it by at most one. A round with fewer drafts than its limit is probably followed by one as long.
+        # After a round, transformers raises the limit if it was reached and every draft was accepted; otherwise, it
+        # lowers the limit by at most one. A round with fewer drafts than its limit is probably followed by one of the
+        # same length.
         most = last.limit if every else last.limit - 1
         return max(1, min(last.tokens.shape[1] - last.length, most, self.limit - length - 1))
 

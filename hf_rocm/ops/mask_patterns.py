@@ -90,8 +90,7 @@ def _packed(seen: Tensor, window: int | None) -> Packed | None:
         return _make(real, torch.ones(b, s_q, dtype=torch.bool, device=seen.device), causal=False)
     causal = visible(s_q, s_k, causal=True, window=window, device=seen.device)
     assert causal is not None
-    # a padding query that attends to a key has a defined result, which packing would lose, so right padding uses the
-    # mask
+    # packing would lose the defined result of a padding query that attends to a key, so right padding uses the mask
     packable = own | ~seen.any(-1)
     if bool((seen == (real[:, None] & causal)).all() & packable.all()):
         return _make(real, own, causal=True, window=window)

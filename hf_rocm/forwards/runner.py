@@ -174,7 +174,7 @@ def _find(state: State, snapshot: Snapshot, call: _Call) -> _Lookup:
 def _find_padded(model: Any, state: State, snapshot: Snapshot, user_call: _UserCall) -> _Lookup | None:
     """Find the recording of a call's padded form, or return None if the call is not padded.
 
-    A call is padded only if calls of several lengths share that form, and if every position sees a token.
+    A call is padded only if calls of several lengths share that form, and if every position attends to a token.
     """
     if user_call.method != "forward" or state.refuses_padding(model, snapshot) is not None:
         return None

@@ -33,7 +33,7 @@ class Rounds:
     """The rounds of one call.
 
     model: the assistant. assisted: the model that it drafts for. limit: the largest sequence length that the call can
-    reach. translated: whether the two models have different tokenizers. observed: whether code of the user may run
+    reach. translated: whether the two models have different tokenizers. observed: whether user code may run
     between two rounds. cache: None before the first round, and in a call whose rounds run uncaptured.
     """
 
@@ -140,7 +140,7 @@ class Rounds:
         if step is None or self._in_a_row < _LIKELY or not following:
             return
         assert self._drafts is not None and self._settings is not None and step.tokens is not None
-        # The draft is computed while the host reads the tokens of the step, and is dropped if they differ.
+        # The draft is computed while the host reads the step's tokens, and is dropped unless all drafts are accepted.
         tokens = last.tokens, step.tokens[:, -1:]
         self._guessed = self._drafts.begin(self.model, self._settings, tokens, following, launched=1)
 
@@ -151,8 +151,9 @@ class Rounds:
         """
         if length + 1 >= self.limit:
             return 0
-        # After a round, transformers raises the limit if it was reached and every draft was accepted; otherwise it
-        # lowers it by at most one. A round with fewer drafts than its limit is probably followed by one as long.
+        # After a round, transformers raises the limit if it was reached and every draft was accepted; otherwise, it
+        # lowers the limit by at most one. A round with fewer drafts than its limit is probably followed by one of the
+        # same length.
         most = last.limit if every else last.limit - 1
         return max(1, min(last.tokens.shape[1] - last.length, most, self.limit - length - 1))
 
@@ -208,7 +209,7 @@ class Rounds:
 
 
 # After this number of rounds in a row whose drafts were all accepted, the probability that a draft of the next round is
-# rejected is about 1 in 5. A right guess saves the time in which the host reads the tokens of a step and launches the
+# rejected is about 1 in 5. A correct guess saves the time in which the host reads the tokens of a step and launches the
 # next one, and a wrong guess costs a step of the assistant, most of which is computed in this time.
 _LIKELY = 3
 

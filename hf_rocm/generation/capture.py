@@ -1,4 +1,4 @@
-"""Allow reading the random state while a graph is recorded, which raises in older releases of PyTorch."""
+"""Allow reading the random state while a graph is recorded, which raises an error in older releases of PyTorch."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def random_state_in_capture() -> Iterator[None]:
         with hf_rocm.random_state_in_capture(), torch.cuda.graph(graph):
             output = step(static_input)
 
-    PyTorch before 2.10 raises if a step calls `torch.cuda.get_rng_state`, or if `torch.compile` compiles it for the
-    first time inside the recording (Dynamo then reads and restores the state). Within the block, a read that PyTorch
-    refuses returns the state at the beginning of the block. After such a read, writes during a recording are ignored,
-    because recorded kernels draw from a state that the graph itself advances. Where PyTorch allows the read
+    PyTorch before 2.10 raises an error if a step calls `torch.cuda.get_rng_state`, or if `torch.compile` compiles it
+    for the first time inside the recording (Dynamo then reads and restores the state). Within the block, a read that
+    PyTorch refuses returns the state at the beginning of the block. After such a read, writes during a recording are
+    ignored, because recorded kernels draw from a state that the graph itself advances. Where PyTorch allows the read
     (pytorch#162505), and outside a recording, nothing changes.
 
     Steps that seed or rewind the generator on purpose, such as activation checkpointing with dropout, are not

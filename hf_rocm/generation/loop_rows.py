@@ -254,7 +254,8 @@ class _GoingOn(StandIn):
 class Unfinished(StandIn):
     """1 for rows that are unfinished, else 0, [B] int64.
 
-    done: whether no row is unfinished, [] bool, if it was computed. one: whether the only row is unfinished.
+    done: whether no row is unfinished, [] bool, if it was computed. one: whether there is a single row, which is
+    unfinished.
     """
 
     def __init__(self, rows: Tensor, done: Tensor | None, *, one: bool) -> None:

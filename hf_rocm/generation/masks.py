@@ -1,8 +1,8 @@
 """The masks of decode steps: resident tensors that are updated in place instead of being built for every step.
 
-In a step of a few tokens, the first and the last key that each token sees determine the mask. So there is one resident
-tensor per kind of layer. Every layer reads it as an ordinary mask, and the device updates it as the length grows. The
-same bounds are attached to the mask as lengths and starts (`CacheRows`), for kernels that need no mask.
+In a step of a few tokens, the first and the last key that each token attends to determine the mask. So there is one
+resident tensor per kind of layer. Every layer reads it as an ordinary mask, and the device updates it as the length
+grows. The same bounds are attached to the mask as lengths and starts (`CacheRows`), for kernels that need no mask.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class StepMask:
 
     lengths: [S_q], for every token of the step, the number of keys per row up to and including this token. starts: [B],
     the index of every row's first key that is not padding, or None. hidden: in an additive mask, the value for
-    keys that are not seen; None if the mask is bool. written: the tensor that `begin_step` writes to: `tensor`, or a
+    masked keys; None if the mask is bool. written: the tensor that `begin_step` writes to: `tensor`, or a
     view of it as uint8 if the mask is bool.
     """
 

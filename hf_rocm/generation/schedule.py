@@ -39,7 +39,8 @@ class Schedule:
         self.calls = 0
         self._distance = 1
         self._call: int | None = None  # the last call that replayed the recording
-        self._first_of_call = False  # whether the next replay is compared because it is the first of its call
+        # Whether the next replay is compared because it is the first of its call.
+        self._first_of_call = False
 
     @property
     def proven(self) -> bool:

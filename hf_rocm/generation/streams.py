@@ -56,7 +56,8 @@ class HostCopy:
         self._copy = torch.zeros(shape, dtype=dtype, pin_memory=on_gpu)
         self._ready: Any = torch.cuda.Event() if on_gpu else None
         self._sent: Any = torch.cuda.Event() if on_gpu else None
-        self._tensor: Tensor | None = None  # keeps the memory of the tensor until the copy has ended
+        # A reference that keeps the tensor's memory allocated until the copy has ended.
+        self._tensor: Tensor | None = None
 
     def send(self, tensor: Tensor) -> None:
         """Start copying a tensor of the same shape and dtype."""

@@ -2,7 +2,7 @@
 
 The loop converts the logits of a step to fp32, copies them, and compares the drafts with the tokens that have the
 largest logits, in a dozen small kernels; then it waits for the device whenever it uses the number of accepted drafts. A
-recorded step also finds the tokens with the largest logits. The loop handles stand-ins for the logits and the tokens:
+recorded step also finds the tokens with the largest logits. The loop receives stand-ins for the logits and the tokens:
 the tokens are copied to the host once, and are compared with the drafts and the EOS tokens there. Any other use of a
 stand-in computes the tensor.
 

@@ -34,7 +34,7 @@ def product(module: Module, x: Tensor, *, norm: ops.Norm | None = None, activati
     """Return the concatenated outputs of the module's group, or None if its layers must be called.
 
     x: [..., K]. norm: applied to x first. activation: the outputs are [gate | up], and act(gate) · up is returned.
-    Returns [..., N_1 + N_2 + …], or half of that with an activation. If gradients are required, even if only of x,
+    Returns [..., N_1 + N_2 + …], or half of that with an activation. If gradients are required, even if only for x,
     the layers must be called, unless they are quantised.
     """
     if compiling() or compiler._is_compiling_flag:

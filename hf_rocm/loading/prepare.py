@@ -57,11 +57,12 @@ def prepare(
     `"25%"`); None uses `HF_ROCM_PRESHUFFLE_BUDGET`, by default 0. With `PRESHUFFLE_M_THRESH=0` a shuffled weight
     replaces the original and needs no budget. Without preshuffle and budget, a model that was prepared before keeps its
     settings.
-    linear_backend: also route the plain linear layers, including fused ones (see `hf_rocm.route_linear`); None: none.
+    linear_backend: also route the plain linear layers, including fused ones (see `hf_rocm.route_linear`); None routes
+    none.
     quantize: `fp8`, `int8`, `int4`, `int4-g64`, `int4-g32` or `mxfp4` (see `hf_rocm.quantize`); None leaves the weights
     as they are.
     graphs: whether to record the decode steps of `generate`, and the forwards of other models: False never, True always
-    (raises if one can't be recorded); None uses the model's earlier setting, else `HF_ROCM_GRAPHS`.
+    (raises an error if one can't be recorded); None uses the model's earlier setting, else `HF_ROCM_GRAPHS`.
 
     Returns the same model. `hf_rocm.explain(model)` lists what was fused, shuffled, recorded or left stock, and why.
     Raises `OptionError` on an invalid argument, `GraphError` if graphs are required for a model that does not support

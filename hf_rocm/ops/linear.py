@@ -156,7 +156,7 @@ def _cases(spec: LinearSpec) -> Iterator[Case]:
 
 
 def cases(dtype: torch.dtype, device: torch.device, n: int, k: int, *, bias: bool, rows: int = MANY) -> Iterator[Case]:
-    """GEMMs that check an implementation: (x, weight, bias). rows: see `checked_rows`."""
+    """GEMMs for checking an implementation: (x, weight, bias). rows: see `checked_rows`."""
     n, draw = fewer_rows(n, k), Draw(dtype, device)
     weight = draw(n, k) * k**-0.5
     added = draw(n) if bias else None

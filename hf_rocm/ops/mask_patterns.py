@@ -1,8 +1,8 @@
 """Recognise a padded batch from its mask, and convert it to a form for kernels without masks.
 
 transformers passes a [B, 1, S_q, S_k] mask to attention for every purpose. Packed sequences or lengths can replace a
-mask that expresses only left padding with causality and a sliding window, keys that no query sees, or the filled part
-of a static cache. The mask is compared element by element, once, and only if a kernel can use the result.
+mask that expresses only left padding with causality and a sliding window, keys that no query attends to, or the filled
+part of a static cache. The mask is compared element by element, once, and only if a kernel can use the result.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ def _filled(real: Tensor) -> CacheRows | None:
 
 
 def _packed(seen: Tensor, window: int | None) -> Packed | None:
-    """Packed sequences for left padding with causality and a window, or for keys that no query sees; or None.
+    """Packed sequences for left padding with causality and a window, or for keys that no query attends to; or None.
 
     seen: [B, S_q, S_k].
     """
     b, s_q, s_k = seen.shape
-    # The keys that at least one query sees.
+    # The keys that at least one query attends to.
     real = seen.any(1)
     own = real[:, s_k - s_q :]
     if not bool(real.any(-1).all()):
@@ -90,7 +90,7 @@ def _packed(seen: Tensor, window: int | None) -> Packed | None:
         return _make(real, torch.ones(b, s_q, dtype=torch.bool, device=seen.device), causal=False)
     causal = visible(s_q, s_k, causal=True, window=window, device=seen.device)
     assert causal is not None
-    # a padding query that sees a key has a defined result, which packing would lose, so right padding uses the mask
+    # packing would lose the defined result of a padding query that attends to a key, so right padding uses the mask
     packable = own | ~seen.any(-1)
     if bool((seen == (real[:, None] & causal)).all() & packable.all()):
         return _make(real, own, causal=True, window=window)
@@ -98,7 +98,7 @@ def _packed(seen: Tensor, window: int | None) -> Packed | None:
 
 
 def _as_bool(mask: Tensor) -> Tensor | None:
-    """True where a query sees a key; None if the mask contains values other than 0 and very large negative ones."""
+    """True where a query attends to a key; None if the mask has values other than 0 and very large negative ones."""
     if mask.dtype == torch.bool:
         return mask
     seen = mask == 0

@@ -48,12 +48,12 @@ class Watch:
             # The initial replacement was removed.
             self.expected[index] = value
         if not self.unchanged():
-            # A change of hf_rocm was applied or undone.
+            # One of hf_rocm's changes was applied or undone.
             self._compile()
         return None
 
     def holds(self) -> bool:
-        """Like `unchanged`, but ignores changes of hf_rocm and the removal of initial replacements."""
+        """Like `unchanged`, but ignores hf_rocm's changes and the removal of initial replacements."""
         return self.unchanged() or self.difference() is None
 
     def _compile(self) -> None:
@@ -73,7 +73,7 @@ def constant_in_traces(function: Function) -> Function:
 def unchanged(code: Any) -> bool:
     """Whether the dependencies of a function, or of calling a class's instances, are the same as at the first check.
 
-    Changes of hf_rocm are ignored. False while a replacement that existed at the first check is present, and for a
+    hf_rocm's changes are ignored. False while a replacement that existed at the first check is present, and for a
     class of a package that is not in `OWN`.
     """
     watch = watches.get(code)

@@ -43,7 +43,8 @@ def _apply_and_resume(cls: type[Any]) -> Callable[..., Any]:
 def _changes_nothing(fn: Callable[[Tensor], Tensor], module: Module) -> bool:
     """Whether `fn` returns this module's tensors themselves, as `.to()` does with their current device and dtype.
 
-    Libraries call `.to(device)` before every use of a model. The group and everything recorded with it must be kept.
+    Some libraries call `.to(device)` before every use of a model. The group and everything recorded with it must be
+    kept.
     """
     for device, dtype in {(tensor.device, tensor.dtype) for tensor in (*module.parameters(), *module.buffers())}:
         probe = torch.empty(1, device=device, dtype=dtype)

@@ -76,7 +76,7 @@ def _ingredients() -> str:
 
 
 def _is_stock(environment: Environment) -> bool:
-    """Remove the overlays of an interrupted demo. Returns whether the installed transformers is then as released."""
+    """Remove the overlays of an interrupted demo. Returns whether the installed transformers is then unmodified."""
     command = environment.path / "bin" / "hf-rocm"
     if command.exists():
         run([str(command), "uninstall-overlays"], failure="the overlays of an earlier demo could not be removed")

@@ -1,6 +1,6 @@
 """A replaced rotary function is called in every model that has one.
 
-hf_rocm runs again once the original is restored.
+hf_rocm serves the model again once the original is restored.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The pages on port-check: the example runs as pasted, the tables match the rules, and the sums of the review are
-correct.
+"""The pages on port-check: the example runs as pasted, the tables match the rules, and the totals in the review
+are correct.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def test_a_check_uses_small_sizes_with_the_divisibility_of_the_model(size, small
 
 @needs_grouped_mm
 def test_nothing_is_read_back_from_the_device():
-    """On the meta device, a read-back would raise. Calls without read-backs can be recorded in a graph."""
+    """On the meta device, a read-back would raise an error. Calls without read-backs can be recorded in a graph."""
     tensors, _ = drawn(SHAPES["odd"], torch.bfloat16, {})
     on_meta = arguments_of([tensor.to("meta") for tensor in tensors], {})
     for name in ("grouped_mm", "gathered weights, bmm"):

@@ -155,7 +155,7 @@ def test_time_limits_of_any_size_work(timeout, monkeypatch):
     monkeypatch.setattr(signal, "alarm", limits.append)
     probe_child._alarm(timeout)
     assert 0 < limits[0] < 2**31
-    # This raises if the system doesn't support such a long time.
+    # This raises an error if the system doesn't support such a long time.
     signal.setitimer(signal.ITIMER_REAL, limits[0])
     signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -170,7 +170,7 @@ def test_a_user_kernel_for_a_part_is_called():
     finally:
         remove()
     assert len(calls) == 1 and operations == ["rms_norm", "rms_norm", "rope"]
-    # A tier that is named takes precedence.
+    # A named tier takes precedence.
     assert named == ["rope_into_cache"]
     expected, operations = normalised_call(module, written_cache(), tier="", norms=NORMS)
     assert operations == ["rope_into_cache"]

@@ -104,7 +104,7 @@ def alike(*tensors: Tensor) -> Any:
 def form(value: Any) -> Any:
     """The properties of an argument that Triton specialises a kernel on."""
     if isinstance(value, Tensor):
-        # AMD's compiler addresses less than 2 GiB with 32 bits.
+        # AMD's compiler uses 32-bit offsets for less than 2 GiB.
         small = is_rocm() and value.untyped_storage().nbytes() < _LARGEST_INT
         return value.dtype, value.data_ptr() % 16 == 0, small
     if isinstance(value, int):

@@ -49,7 +49,7 @@ def refuses(spec: QuantizedSpec, device: Device) -> str | None:
     if spec.round_input:
         return "the kernels for few rows don't round x"
     if not spec.rows:
-        return "M > 64 is left to a dequantised weight and the BLAS library"
+        return "M > 64 is left to the BLAS library, with a dequantised weight"
     if spec.dtype not in linear.DTYPES:
         return f"the kernels for few rows support bf16 and fp16, not {spec.dtype}"
     if spec.bias_dtype not in (None, spec.dtype):

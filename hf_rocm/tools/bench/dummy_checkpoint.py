@@ -31,7 +31,7 @@ def write(folder: Path, name: str, *, dtype: torch.dtype, layers: int | None = N
     cls, config = architecture(name, layers=layers)
     with default_dtype(dtype), torch.device("meta"):
         model = cls(config)
-        # transformers 5.0 ties weights only while loading, so there would be two tensors.
+        # transformers 5.0 ties weights only while loading; without this call, there would be two tensors.
         model.tie_weights()
     shapes = {path: tuple(parameter.shape) for path, parameter in model.named_parameters()}
     matrices = {path: shape for path, shape in shapes.items() if len(shape) > 1}

@@ -98,7 +98,7 @@ class Weights(NamedTuple):
         return cls(dense, routed, _expert_share(model), local(head.weight).numel() if head is not None else 0, item)
 
     def bytes(self, *, tokens: int) -> float:
-        """Return the bytes read for this many tokens, with the expected number of experts for even routing."""
+        """Return the bytes read for this many tokens, with the expected number of experts under uniform routing."""
         chosen = 1 - (1 - self.share) ** tokens
         return self.item * (self.dense + self.routed * chosen)
 

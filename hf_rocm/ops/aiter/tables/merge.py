@@ -87,7 +87,7 @@ def merge(tables: Iterable[tuple[str, Table]], layout: Layout, gpu: Gpu | None) 
 
 
 def tuned_of(merged: Merged, keys: Sequence[Key]) -> int:
-    """The number of these GEMMs that aiter finds in the table, by their own M or by the M to which it pads them."""
+    """The number of these GEMMs that aiter finds in the table, by their own M or by a padded M."""
     return sum(
         any(key._replace(m=m).looked_up(merged.layout) in merged.rows for m in (key.m, *padded(key.m, key.n)))
         for key in keys

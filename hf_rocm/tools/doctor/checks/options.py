@@ -28,7 +28,7 @@ def options(facts: Facts) -> Iterator[Finding]:
         yield problem(
             "options",
             error.message,
-            means=f"loading a model raises this ({allowed})" if allowed else "loading a model raises this",
+            means=f"loading a model raises this error ({allowed})" if allowed else "loading a model raises this error",
             fix=error.hint or f"unset {error.message.split('=')[0]}",
         )
         return
@@ -48,7 +48,7 @@ def options(facts: Facts) -> Iterator[Finding]:
         )
     restricted = {name: reason for name, (value, reason) in RESTRICTING.items() if facts.set(name) == value}
     if parsed.tiers and facts.set("HF_ROCM_TIER"):
-        restricted["HF_ROCM_TIER"] = f"named tiers must work or raise ({facts.set('HF_ROCM_TIER')})"
+        restricted["HF_ROCM_TIER"] = f"calls that a named tier can't serve raise an error ({facts.set('HF_ROCM_TIER')})"
     if restricted:
         yield warning(
             "options",

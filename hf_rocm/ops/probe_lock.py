@@ -43,7 +43,7 @@ class Turn:
 def turn(file: Path | None, *, timeout: float, kernel: str) -> Iterator[Turn]:
     """Hold a lock on `file` within the block, after waiting up to `timeout` seconds for its holder.
 
-    file: None if there is no folder for it; the block then runs without a lock, as it does after the time-out.
+    file: None if there is no folder for it; the block then runs without a lock, as it does after the timeout.
     kernel: its name, for the log.
     """
     this_turn = Turn() if file is None else _take(file, timeout, kernel)

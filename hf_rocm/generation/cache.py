@@ -49,15 +49,13 @@ class DecodeCache(Cache):
         self.reorderer: Any = None  # a weak reference to the runner's method that replays a recorded reordering
         self.choice: Any = None  # how the call chooses its tokens; see token_choice.py
         self.user: Any = None  # the `UserCache` that this cache represents, or None
-        # If this is True, transformers' loop drops the extra step of the late stop check.
-        self._is_user_defined = False
+        self._is_user_defined = False  # whether transformers' loop drops the extra step of the late stop check
         self._loaded = 0  # the number of tokens that were copied from the user's cache
         self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its places, and one of its layers
         self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
         self._end = 0  # the length at which a buffer must grow or a window must move
         self._settled = 0  # the length when `_make_room` or `reorder_cache` last ran
-        # transformers' base class reads these two attributes.
-        self.layer_class_to_replicate = None
+        self.layer_class_to_replicate = None  # like the next attribute, for transformers' base class
         self.offloading = False
 
     @property

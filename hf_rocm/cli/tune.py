@@ -76,7 +76,7 @@ def model(
 ) -> None:
     """Find the fastest kernel for every GEMM (matrix multiplication) that MODEL runs in prefill and decode.
 
-    Without --load, recording their shapes needs only the config of the model: no weights and no GPU. Tuning needs the
+    Without --load, recording the shapes needs only the config of the model: no weights and no GPU. Tuning needs the
     GPU and takes minutes to hours. Without --again, tuned shapes are not tuned again. If the command is stopped,
     results for aiter are kept; those of TunableOp are written at the end. Without ROCm, the command prints the shapes
     and the command that tunes them, and exits with 1. If the folder of MODEL has the name of a command, such as list,

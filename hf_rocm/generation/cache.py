@@ -1,7 +1,7 @@
 """The cache of recorded decode steps: buffers at fixed addresses, with lengths that are known on the host.
 
 It is a transformers `Cache` in every release. While it is empty it behaves like a dynamic cache, so a prompt takes as
-long as in stock transformers: attention sees the prompt's own keys, and no mask covers unwritten rows. After the
+long as in stock transformers: attention reads the prompt's own keys, and no mask covers unwritten rows. After the
 prompt, a step of up to `longest_step` tokens writes to rows whose indices the device reads from `places`, so its
 recording stays valid. Changes that affect a recording (a buffer grows, a window moves) occur on the host between steps.
 """
@@ -49,13 +49,13 @@ class DecodeCache(Cache):
         self.reorderer: Any = None  # a weak reference to the runner's method that replays a recorded reordering
         self.choice: Any = None  # how the call chooses its tokens; see token_choice.py
         self.user: Any = None  # the `UserCache` that this cache represents, or None
-        self._is_user_defined = False  # if True, transformers' loop drops the extra step of the late stop check
+        self._is_user_defined = False  # whether transformers' loop drops the extra step of the late stop check
         self._loaded = 0  # the number of tokens that were copied from the user's cache
         self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its places, and one of its layers
         self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
         self._end = 0  # the length at which a buffer must grow or a window must move
         self._settled = 0  # the length when `_make_room` or `reorder_cache` last ran
-        self.layer_class_to_replicate = None  # this attribute and the next one are read by transformers' base class
+        self.layer_class_to_replicate = None  # like the next attribute, for transformers' base class
         self.offloading = False
 
     @property
@@ -303,7 +303,7 @@ class DecodeCache(Cache):
         return layer.length
 
     def get_mask_sizes(self, query: Any, layer_idx: int = 0) -> tuple[int, int]:
-        """Return the number of keys that attention will see, and the position of the first one."""
+        """Return the number of keys that attention will receive, and the position of the first one."""
         if self.recording:
             raise Unrecordable("the step creates its masks itself")
         layer = self._sized(layer_idx)

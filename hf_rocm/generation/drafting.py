@@ -42,7 +42,7 @@ class RoundSettings(NamedTuple):
 
 
 def settings_of(model: Any, arguments: Mapping[str, Any], *, length: int) -> RoundSettings | None:
-    """Return the settings of a round that runs transformers' loop; None if the following ones must run it too.
+    """Return the settings of a round that runs transformers' loop; None if the following rounds must run it too.
 
     model: the assistant. arguments: the keyword arguments of its `_sample`. length: the number of tokens so far.
     """
@@ -72,7 +72,7 @@ def settings_of(model: Any, arguments: Mapping[str, Any], *, length: int) -> Rou
 
 
 def may_skip(model: Any) -> bool:
-    """Whether the functions that a round of this assistant without `generate` skips are not replaced."""
+    """Whether rounds of this assistant may run without `generate`: the functions that they skip are not replaced."""
     return features.refuses(FEATURE) is None and _watch().holds() and _SKIPPED.isdisjoint(model.__dict__)
 
 
@@ -97,7 +97,7 @@ def _criteria() -> tuple[type, ...]:
 
 
 def _lengths() -> tuple[Any, Any]:
-    """The processors of a minimum length, which `generate` also creates for a minimum of 0 new tokens."""
+    """The processors that enforce a minimum length, which `generate` also creates for a minimum of 0 new tokens."""
     from transformers import MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
 
     return MinLengthLogitsProcessor, MinNewTokensLengthLogitsProcessor
@@ -128,7 +128,7 @@ class Drafts:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._values: list[_Values] = []  # of the drafts that `of` has returned last
+        self._values: list[_Values] = []  # of the drafts that `of` returned last
         self._spare: list[_Values] = []  # of the next round
         self._unread: list[_Values] = []  # the values of the last draft of a round, if they were not read
         self._begun: Begun | None = None  # the next round
@@ -197,7 +197,7 @@ class Drafts:
         return self._begun is not None
 
     def go_on(self, model: Any, settings: RoundSettings, count: int, *, launched: int) -> None:
-        """Launch drafts of the round that `begin` has begun, until `launched` of them are. See `begin`."""
+        """Launch drafts of the round that `begin` has begun, until there are `launched` of them. See `begin`."""
         kv, begun = self._runner.cache, self._begun
         if begun is None or not begun.usable:
             return

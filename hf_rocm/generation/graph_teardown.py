@@ -62,7 +62,7 @@ def release(group: Any = None) -> None:
 
 
 def tidy() -> None:
-    """Undo the changes of recordings that no longer exist. If no recording is left, unregister the exit handler."""
+    """Undo the changes for recordings that no longer exist. If no recording is left, unregister the exit handler."""
     patches.sweep()
     with _lock:
         if all(entry.recording() is None for entry in _watched):

@@ -68,7 +68,7 @@ class Runner:
         self._watch: Watch
         self._hooks = 0  # how many hooks this process had registered when the modules were last examined
         self._ranks: Agreement
-        self._uncaptured = False  # True: every step of this call runs uncaptured
+        self._uncaptured = False  # whether every step of this call runs uncaptured
         self._keys: set[Hashable] = set()  # the keys of the steps so far
         self._call = next(_calls)
         self._unproven = 0  # the number of replays of this call since its last comparison

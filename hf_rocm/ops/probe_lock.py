@@ -43,7 +43,7 @@ class Turn:
 def turn(file: Path | None, *, timeout: float, kernel: str) -> Iterator[Turn]:
     """Hold a lock on `file` within the block, after waiting up to `timeout` seconds for its holder.
 
-    file: None if there is no folder for it; the block then runs without a lock, as it does after the time-out.
+    file: None if there is no folder for it; the block then runs without a lock, as it does after the timeout.
     kernel: its name, for the log.
     """
     this_turn = Turn() if file is None else _take(file, timeout, kernel)
@@ -106,7 +106,7 @@ def _leave(file: Path, this_turn: Turn) -> None:
             os.pwrite(this_turn.lock, text.encode(), 0)
         elif this_turn.failure is None:
             # A file that contains a failure is kept, because other processes may still be waiting to read it. Any other
-            # file is removed while it is still locked, so that it is never removed under the next holder of the lock.
+            # file is removed while it is still locked, so that this never happens while another process has the lock.
             file.unlink()
 
 

@@ -32,8 +32,8 @@ from hf_rocm.ops.triton import quantized as triton
 
 # The largest M for which a kernel converts the weight in registers.
 FEW = 64
-# From this M on, fp8 GEMMs with rounded rows are preferred. An estimate: on one NVIDIA H200 they were slower than bf16
-# for 1024 rows, and faster for 8192.
+# The smallest M for which fp8 GEMMs with rounded rows are preferred. An estimate: on one NVIDIA H200 they were slower
+# than bf16 for 1024 rows, and faster for 8192.
 ROUNDED_FROM = 2048
 # M rounded up to a power of two.
 _ROWS_CLASS = tuple(1 << (m - 1).bit_length() if m else 0 for m in range(FEW + 1))

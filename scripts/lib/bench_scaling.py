@@ -38,7 +38,7 @@ def tables() -> str:
 
 
 def exchanged() -> str:
-    """All-reduces and bytes per token, and the transfer time of one all-reduce, over one link and over two nodes."""
+    """All-reduces and bytes per token, and the transfer time of one all-reduce, over one link and across two nodes."""
     from hf_rocm.tools.bench import scaling
 
     rows = []
@@ -57,7 +57,7 @@ def exchanged() -> str:
         )
     sent = [f"sent per rank, {ranks} GPUs" for ranks in RANKS]
     return _markdown(
-        ("", "all-reduces", *sent, f"transfer time of one all-reduce, {NODE} GPUs", "over two nodes"), rows
+        ("", "all-reduces", *sent, f"transfer time of one all-reduce, {NODE} GPUs", "across two nodes"), rows
     )
 
 
@@ -95,7 +95,7 @@ def steps() -> str:
 
 
 def prompts() -> str:
-    """The times of a prompt's GEMMs, and of its all-reduces over all links, over one link, and over two nodes."""
+    """The times of a prompt's GEMMs, and of its all-reduces over all links, over one link, and across two nodes."""
     from hf_rocm.tools.bench import scaling
 
     rows = []
@@ -125,7 +125,7 @@ def prompts() -> str:
         f"all-reduces over all {NODE - 1} links",
         "over one link",
         f"GEMMs, {2 * NODE} GPUs",
-        "all-reduces over two nodes",
+        "all-reduces across two nodes",
     )
     return _markdown(header, rows)
 

@@ -45,7 +45,7 @@ def die(*arguments, **options):
 
 
 def broken():
-    raise ValueError("this node's driver does not answer")
+    raise ValueError("this node's driver does not respond")
 
 
 if SECOND and FAULT == "killed":

@@ -230,7 +230,7 @@ def main(checkpoint: str) -> None:
             dist.barrier()
     # Print without a barrier, because the last check destroyed the group.
     print(json.dumps(results), flush=True)
-    # Under load, gloo's threads may abort the process while the interpreter ends.
+    # Under load, gloo's threads may abort the process while the interpreter exits.
     os._exit(0)
 
 

@@ -98,7 +98,7 @@ def test_heads_that_cannot_be_divided_are_refused(tmp_path):
 def test_a_rank_that_fails_before_it_loads_is_reported(checkpoint, tmp_path):
     log = log_of_failure("raises", checkpoint, tmp_path)
     words = (
-        r"RankError: rank 1 \(.+\) failed before the model was loaded: ValueError: this node's driver does not answer"
+        r"RankError: rank 1 \(.+\) failed before the model was loaded: ValueError: this node's driver does not respond"
     )
     assert re.search(words, log), log
     assert "Traceback" in log and "in broken" in log

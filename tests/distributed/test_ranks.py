@@ -1,6 +1,6 @@
 """Two ranks that load together first compare their facts. If these differ, both raise the same error.
 
-One rank logs the messages of a load.
+Rank 0 logs the messages that both ranks emit during a load.
 """
 
 from __future__ import annotations

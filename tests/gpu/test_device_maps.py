@@ -1,4 +1,4 @@
-"""Device maps over GPUs and the CPU: tokens equal stock's with the same map, and layers on a GPU are fused."""
+"""Device maps across GPUs and the CPU: tokens equal stock's with the same map, and layers on a GPU are fused."""
 
 from __future__ import annotations
 

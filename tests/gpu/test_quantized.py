@@ -298,9 +298,9 @@ def test_a_prompt_is_not_rounded(kind):
 
 @pytest.mark.parametrize("kind", ["fp8", "int8", "int4", "mxfp4"])
 def test_a_recorded_step_reads_the_packed_weights(kind):
-    """Recorded and unrecorded steps choose equal tokens, unless the two largest logits are almost equal.
+    """Recorded and uncaptured steps choose equal tokens, unless the two largest logits are almost equal.
 
-    In unrecorded steps, another kernel computes attention and rounds differently. 8-bit weights take half the memory of
+    In uncaptured steps, another kernel computes attention and rounds differently. 8-bit weights take half the memory of
     bf16 weights, and 4-bit weights about a quarter.
     """
     torch.manual_seed(0)

@@ -95,7 +95,7 @@ def test_engine_attention_is_called_as_stock_calls_it(kind, delivery, engine, mo
     assert_as_good_as_eager(actual, expected, exact)
     ran = Counter(route.operation for route in routes)
     assert not ran.keys() & {"attention", "decode_attention", "varlen_attention"}
-    # The rest of the layer runs in hf_rocm.
+    # The rest of the layer runs hf_rocm's operations.
     assert ran["rms_norm"] + ran["add_rms_norm"] >= 2 * len(calls)
 
 

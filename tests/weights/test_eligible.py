@@ -169,7 +169,7 @@ def test_inconsistent_biases_are_refused():
 
 
 def test_an_accelerate_hook_that_moves_nothing_does_not_prevent_fusing():
-    """device_map="auto" over several devices adds hooks to every layer. The test adds them before and after fusing."""
+    """device_map="auto" with several devices adds hooks to every layer. The test adds them before and after fusing."""
     group, x = Group(16, 8, 4), torch.randn(2, 16)
 
     def hook():

@@ -70,7 +70,7 @@ class Measurement(NamedTuple):
 
 
 class Mismatch(HfRocmError):
-    """hf_rocm's results (over several ranks, the results of any side) are wrong, so nothing is timed."""
+    """hf_rocm's results (with several ranks, the results of any side) are wrong, so nothing is timed."""
 
 
 def measure(run: Measurement, case: Case) -> Result:

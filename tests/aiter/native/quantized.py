@@ -41,7 +41,7 @@ def gemm_a8w8_bpreshuffle(
     _check(XQ, WQ, x_scale, w_scale, Y)
     n, k = WQ.shape
     need(XQ.dtype in FP8, "the operands must be fp8")
-    need(n % TILE == 0 and k % TILE == 0 and k >= 512, "N and K must be whole tiles, and K at least 512")
+    need(n % TILE == 0 and k % TILE == 0 and k >= 512, "N and K must be multiples of the tile size, and K at least 512")
     tiles = WQ.view(torch.uint8).view(n // 16, k // 32, 2, 16, 16)
     plain = tiles.permute(0, 3, 1, 2, 4).reshape(n, k).view(WQ.dtype)
     return Y.copy_(XQ.float() @ plain.float().t() * x_scale * w_scale)

@@ -137,8 +137,6 @@ class Memory:
     def buffer_at(self, address: int) -> Buffer:
         return self.buffers[bisect_right(self._starts, address) - 1]
 
-    # The accesses of one instruction
-
     def _place(self, addresses: np.ndarray, size: int) -> Buffer | None:
         """The buffer that contains all of these addresses, or None if there is no such buffer."""
         low, high = int(addresses.min()), int(addresses.max())

@@ -115,8 +115,8 @@ def _register(text: str, kind: str, first: int, count: int, modified: dict[str, 
 
 
 def constant(operand: Operand, letter: str) -> np.ndarray:
-    """A constant operand as an array of one element. If `letter` is a floating-point type, a
-    floating-point constant is converted to it."""
+    """A constant operand as an array of one element. A floating-point constant is converted to `letter`'s type if that
+    is a floating-point type."""
     if letter == "h" and operand.number is not None:
         return np.array([operand.number], np.float16)
     if letter == "D":

@@ -14,7 +14,10 @@ _MAX_KEYS = 256
 
 
 class Seen:
-    """The steps that have run with one cache. Its entry in the cache's dict of recordings is removed when the dict is cleared."""
+    """The steps that have run with one cache.
+
+    Its entry in the cache's dict of recordings is removed when the dict is cleared.
+    """
 
     def __init__(self) -> None:
         self._replayed: dict[tuple[int | None, int], Hashable] = {}

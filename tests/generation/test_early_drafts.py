@@ -1,4 +1,4 @@
-"""Drafts of an assistant, and the step that verifies them, that are launched before transformers prepares them."""
+"""Drafts of an assistant and the steps that verify them are launched before transformers prepares them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def rms_norm_kernel(
     total,
     rows,
     outer_stride,
-    inner,  # address of row r: (r // inner) · outer_stride + (r % inner) · inner_stride
+    inner,  # offset of row r: (r // inner) · outer_stride + (r % inner) · inner_stride
     inner_stride,
     eps,
     before,  # the weight of a norm of x before the sum, or None

@@ -79,7 +79,7 @@ def model(
     rounds: Annotated[int, typer.Option(metavar="N", help="Timed rounds. Every side runs once per round.", min=1)] = 5,
     layers: Layers = None,
     tp: Annotated[
-        int | None, typer.Option("--tp", metavar="N", help="Tensor parallelism over N GPUs; starts N ranks.", min=2)
+        int | None, typer.Option("--tp", metavar="N", help="Tensor parallelism across N GPUs; starts N ranks.", min=2)
     ] = None,
     dtype: DtypeName = None,
     device: DeviceName = None,
@@ -97,8 +97,8 @@ def model(
     The sides run in turn, on one set of weights. The results of a side are checked first, and a side with wrong
     results is not timed; if hf_rocm's results are wrong, the command fails. The roofline is the shortest possible time
     at the copy bandwidth and matmul rate that were measured on this machine. Without ROCm, hf_rocm's path is forced,
-    which the output states. With --tp, transformers shards the model over N ranks on both sides, and the output lists
-    what the ranks exchange.
+    which the output states. With --tp, transformers shards the model across N ranks on both sides, and the output
+    lists what the ranks exchange.
     """
     from hf_rocm.tools.bench import record
     from hf_rocm.tools.bench.cases import Case, grid
@@ -154,7 +154,7 @@ def _shared_sides(text: str | None) -> list[str]:
 def _measure(
     subject: Subject, cases: list[Case], names: list[str], tp: int | None, *, segment: str | None, **settings: Any
 ) -> Segment:
-    """Measure on one device, or over several ranks."""
+    """Measure on one device, or across several ranks."""
     if tp is None:
         from hf_rocm.tools.bench.run import bench as measure
 

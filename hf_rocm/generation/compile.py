@@ -33,8 +33,8 @@ SETTINGS: Mapping[str, Any] = {
     "max_autotune_gemm_backends": "ATEN",
 }
 
-# In a model's __dict__: the devices that the automatic settings apply to, as in `overlay.bind`, and a mark that
-# `compile` compiled the model.
+# In a model's __dict__: the devices that the automatic settings apply to, as in `overlay.bind`, and a flag that
+# marks models that `compile` has compiled.
 AUTOMATIC, COMPILED = "_hf_rocm_compile", "_hf_rocm_compiled"
 
 _log = logging.getLogger("hf_rocm")

@@ -24,7 +24,8 @@ class DraftSearch:
 
     def __init__(self, *, adaptive: bool) -> None:
         self._adaptive = adaptive
-        self._rejections = 0  # the number of searches in a row whose first draft was not the next token
+        # the number of searches in a row whose first draft was not the next token
+        self._rejections = 0
         # the number of tokens at the last search that returned drafts, and its first draft
         self._draft: tuple[int, int] | None = None
 

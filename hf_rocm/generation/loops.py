@@ -1,4 +1,4 @@
-"""Use recorded steps in the loops of `generate` that call the model directly, over a `DecodeCache`.
+"""Use recorded steps in the loops of `generate` that call the model directly, with a `DecodeCache`.
 
 transformers' sampling loop calls the function that `get_compiled_call` returns; its loops for beams and drafts do not.
 """
@@ -21,7 +21,7 @@ Step = Callable[[Mapping[str, Any]], Any]
 
 @contextmanager
 def stepping(model: nn.Module, cache: DecodeCache, step: Step) -> Iterator[None]:
-    """Within the block, this thread's calls of the model over this cache call `step`, except for the prompt.
+    """Within the block, this thread's calls of the model with this cache call `step`, except for the prompt.
 
     `step` takes the keyword arguments of the call. Calls with positional arguments, and calls of the model from within
     `step`, are not affected.

@@ -28,7 +28,7 @@ class Step:
     """The steps of one call of `generate`, the first of which transformers prepared.
 
     arguments: the arguments of `prepare_inputs_for_generation`. inputs: its result. known: the tensors of earlier calls
-    over the same cache, reused if their shapes match. Raises `UnsupportedStep` if the inputs of the following steps
+    with the same cache, reused if their shapes match. Raises `UnsupportedStep` if the inputs of the following steps
     can't be derived from these, for example because the mask is not that of a sequence with left padding.
 
     In a call that verifies drafts, the number of tokens of a step varies, and its position is the length of the cache.

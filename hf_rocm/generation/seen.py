@@ -1,4 +1,4 @@
-"""The keys of steps that have run over a cache, including those of earlier calls."""
+"""The keys of steps that have run with a cache, including those of earlier calls."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ _MAX_KEYS = 256
 
 
 class Seen:
-    """The steps over one cache. Its entry in the cache's dict of recordings is removed when the dict is cleared."""
+    """The steps that have run with one cache.
+
+    Its entry in the cache's dict of recordings is removed when the dict is cleared.
+    """
 
     def __init__(self) -> None:
         self._replayed: dict[tuple[int | None, int], Hashable] = {}
@@ -40,7 +43,7 @@ class Seen:
 
 
 def seen_over(cache: Any) -> Seen:
-    """The keys of the steps over this `DecodeCache`."""
+    """The keys of the steps that have run with this `DecodeCache`."""
     seen: Seen | None = cache.recordings.get(_ENTRY)
     if seen is None:
         seen = cache.recordings[_ENTRY] = Seen()
@@ -48,7 +51,7 @@ def seen_over(cache: Any) -> Seen:
 
 
 def step_over(cache: Any, state: int | None, tokens: int) -> Any:
-    """The recording of the last replayed step of this many tokens with resident inputs over this cache, or None.
+    """The recording of the last replayed step of this many tokens with resident inputs and this cache, or None.
 
     state: the number of the model's fingerprint.
     """

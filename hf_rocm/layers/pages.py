@@ -1,7 +1,7 @@
-"""Attention over transformers' pages (continuous batching), for layers of overlays.
+"""Attention with transformers' paged cache (continuous batching), for layers of overlays.
 
 The layer computes projections, norms and rotary embeddings. transformers' own function for the selected implementation
-then writes the pages and computes attention, with the arguments that the stock layer would pass.
+then writes to the pages and computes attention, with the arguments that the stock layer would pass.
 """
 
 from __future__ import annotations

@@ -13,21 +13,27 @@ HEAD = "the output head runs in hf_rocm's kernel for few rows if it serves the c
 
 @dataclass(frozen=True)
 class Part:
-    """One served class of the model: how many instances run hf_rocm's forward, are fused, or stay stock, and why."""
+    """One served class of the model: how many instances run hf_rocm's forward, are fused, or stay stock, and why.
+
+    group: the linear layers that are fused, if any. joined: layers that are already one matrix in the checkpoint.
+    gradients: whether the layers run one by one, because gradients are enabled and weights require them. stock_because:
+    the reason why the whole class runs stock, such as a replaced function. theirs: the number of instances on which
+    another forward was set, which runs instead of hf_rocm's.
+    """
 
     cls: str
     model: str
     delivery: str  # `installed` or `in memory`
     instances: int
     active: int
-    group: tuple[str, ...] = ()  # the linear layers that are fused, if any
+    group: tuple[str, ...] = ()
     fused: int = 0
     not_fused: dict[str, int] = field(default_factory=dict)  # reason → instances
-    joined: tuple[str, ...] = ()  # layers that are already one matrix in the checkpoint
-    gradients: bool = False  # whether the layers run one by one, because gradients are enabled and weights require them
+    joined: tuple[str, ...] = ()
+    gradients: bool = False
     stayed_stock: dict[str, int] = field(default_factory=dict)  # reason at the last call → instances
-    stock_because: str | None = None  # the reason why the whole class runs stock, such as a replaced function
-    theirs: int = 0  # instances on which another forward was set, which runs instead of hf_rocm's
+    stock_because: str | None = None
+    theirs: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,13 @@ class Stock:
 
 @dataclass(frozen=True, repr=False)
 class Facts:
-    """The result of `explain` for a model."""
+    """The result of `explain` for a model.
+
+    prepared: whether `prepare` has run on the model. linears: sentences about shuffled weights, routes and patch
+    embeddings. quantized: which layers are quantised, and their error. decoding, forwards: whether the steps of
+    `generate` and other forwards are recorded and replayed, and if not, the reasons. stock: all classes that are not in
+    `parts`, except containers. replaced: changes that other code has wrapped or replaced, such as `LlamaMLP.forward`.
+    """
 
     model: str
     state: str
@@ -60,15 +72,15 @@ class Facts:
     parts: tuple[Part, ...]
     without_overlay: dict[str, str]
     kernels: tuple[Kernel, ...]
-    prepared: bool = False  # whether `prepare` has run on the model
+    prepared: bool = False
     tuning: Tuning | None = None
-    linears: tuple[str, ...] = ()  # sentences about shuffled weights, routes and patch embeddings
-    quantized: str | None = None  # which layers are quantised, and their error
+    linears: tuple[str, ...] = ()
+    quantized: str | None = None
     not_quantized: dict[str, int] = field(default_factory=dict)  # reason → layers that are not quantised
-    decoding: tuple[str, ...] = ()  # whether generate's steps are recorded and replayed, and if not, the reasons
-    forwards: tuple[str, ...] = ()  # whether other forwards are recorded and replayed, and if not, the reasons
-    stock: tuple[Stock, ...] = ()  # all classes that are not in `parts`, except containers
-    replaced: tuple[str, ...] = ()  # changes that other code has wrapped or replaced, such as `LlamaMLP.forward`
+    decoding: tuple[str, ...] = ()
+    forwards: tuple[str, ...] = ()
+    stock: tuple[Stock, ...] = ()
+    replaced: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

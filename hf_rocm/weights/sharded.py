@@ -1,4 +1,4 @@
-"""Fuse this rank's rows of linear layers that transformers shards column-wise over ranks (`colwise`).
+"""Fuse this rank's rows of linear layers that transformers shards column-wise across ranks (`colwise`).
 
 The weights are DTensors; in transformers 5.1 to 5.15, they are plain parameters with this rank's rows. Called one by
 one, the layers run hooks or an instance forward, and end in a GEMM of local tensors. The fused weight shares the memory

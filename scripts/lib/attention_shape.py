@@ -19,16 +19,22 @@ class Unknown(Exception):
 
 @dataclass(frozen=True)
 class Part:
-    """Query, key or value: the linear layer that computes it, and the operations on its output."""
+    """Query, key or value: the linear layer that computes it, and the operations on its output.
+
+    flat_norm: a norm over the whole projection, before it is split into heads. head_dim: None before the split.
+    transposed: whether its layout is [B, heads, S, D]. bounds: its columns in a joined projection. chunk: the index of
+    its third of every head in a joined projection. scale: a factor of the queries, which can become the scale of
+    attention.
+    """
 
     linear: str
-    flat_norm: str | None = None  # a norm over the whole projection, before it is split into heads
+    flat_norm: str | None = None
     head_norm: str | None = None
-    head_dim: str | None = None  # set once the projection is split into heads
-    transposed: bool = False  # whether its layout is [B, heads, S, D]
-    bounds: tuple[str | None, str | None] | None = None  # its columns in a joined projection
-    chunk: int | None = None  # the index of its third of every head in a joined projection
-    scale: str | None = None  # a factor of the queries, which can become the scale of attention
+    head_dim: str | None = None
+    transposed: bool = False
+    bounds: tuple[str | None, str | None] | None = None
+    chunk: int | None = None
+    scale: str | None = None
 
 
 @dataclass

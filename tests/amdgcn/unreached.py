@@ -67,7 +67,7 @@ def other_entry(instructions: Sequence[str], entry: int) -> range:
     """The range of instructions that load the arguments and that a launch with preloaded arguments skips.
 
     entry: the index of the instruction at which such a launch starts, or 0. The range is empty if there are other
-    instructions before `entry`, or if none of them is a branch.
+    instructions before `entry`, or no branch.
     """
     first = instructions[:entry]
     return range(entry if all(map(_ENTRY.fullmatch, first)) and any("branch" in text for text in first) else 0)

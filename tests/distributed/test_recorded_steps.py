@@ -1,4 +1,4 @@
-"""Recorded decode steps of a model that transformers shards over two ranks, which use gloo on the CPU."""
+"""Recorded decode steps of a model that transformers shards across two ranks, which use gloo on the CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Drafts of an assistant, and the step that verifies them, that are launched before transformers prepares them."""
+"""Drafts of an assistant and the steps that verify them are launched before transformers prepares them."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ def test_drafts_are_verified_by_a_step_that_is_launched_early(trio, drafts, laun
 
 @pytest.fixture
 def guesses(monkeypatch):
-    """For every attempt to launch drafts: whether it launched only the first one; and whether one was launched before.
+    """For every call of `Drafts.go_on`: whether it launched only the first draft, and whether that was launched before.
 
-    They are launched after every round whose drafts were all accepted.
+    With `_LIKELY = 1`, the first draft is launched after every round whose drafts were all accepted.
     """
     guessed, right, go_on = [], [], drafting.Drafts.go_on
 

@@ -123,9 +123,9 @@ def altered():
         "one key fewer": window,
         "one element of one row": other_row,
         "one future key": future,
-        "right padding, whose queries see keys": causal_mask(PADDING["right"], 9),
-        "a gap, whose queries see keys": causal_mask(PADDING["gap"], 9),
-        "a last query that sees no key": causal_mask([[1] * 9, [0] * 9], 9),
+        "right padding, whose queries attend to keys": causal_mask(PADDING["right"], 9),
+        "a gap, whose queries attend to keys": causal_mask(PADDING["gap"], 9),
+        "a last query that attends to no key": causal_mask([[1] * 9, [0] * 9], 9),
         "one per head": causal_mask(PADDING["left"], 9).expand(2, 4, 9, 9),
         "additive, weighting keys": torch.full((2, 1, 9, 9), -3.0),
     }

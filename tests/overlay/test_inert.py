@@ -21,7 +21,7 @@ import dataclasses, inspect, json, pathlib, sys, time, types, typing, warnings
 torch = sys.modules["torch"] = types.ModuleType("torch")
 torch.version = types.SimpleNamespace(hip=None)
 times = []
-# process_time counts only this process, because others share the machine
+# process_time counts only this process; others share the machine
 start = time.process_time()
 import asyncio
 standard = time.process_time() - start

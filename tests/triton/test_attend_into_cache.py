@@ -284,7 +284,7 @@ def test_padding_among_several_new_tokens_may_be_nan(units, monkeypatch):
 
 
 def test_lengths_and_positions_are_read_at_run_time():
-    """Several steps over one cache, as in a recorded graph, agree with the eager tier."""
+    """Several steps with one cache, as in a recorded graph, agree with the eager tier."""
     shape = (2, 4, 2, 200, 32, 32)
     _, keys, values, _ = tensors(shape, BF16)
     lengths, position = torch.tensor([130]), torch.tensor([129])

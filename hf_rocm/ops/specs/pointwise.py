@@ -103,7 +103,10 @@ class RopeSpec(NamedTuple):
 
 
 class RopeIntoCacheSpec(NamedTuple):
-    """The specification of `rope_into_cache`."""
+    """The specification of `rope_into_cache`.
+
+    counted: whether the position is a counter, which is advanced. once: whether cos and sin contain each angle once.
+    """
 
     dtype: torch.dtype
     angle_dtype: torch.dtype
@@ -113,9 +116,9 @@ class RopeIntoCacheSpec(NamedTuple):
     rotated: int
     interleaved: bool
     shared: bool  # one table of angles for the whole batch
-    counted: bool  # the position is a counter, which is advanced
+    counted: bool
     one: bool  # a single token
-    once: bool  # cos and sin contain each angle once
+    once: bool
     norm_dtype: torch.dtype | None  # the dtype of the norms' weights
     one_plus: bool
     grad: bool

@@ -135,7 +135,7 @@ def parts(count: int, dim: int) -> int:
 
 
 def finish_step(call: FinishStepCall) -> tuple[Tensor, ...]:
-    """See `hf_rocm.ops.finish_step`. Returns the tensors that were written to, without out."""
+    """See `hf_rocm.ops.finish_step`. Returns the tensors that were written to, except `out`."""
     result: tuple[Tensor, ...] = _finish_step(*call)
     return result
 

@@ -74,7 +74,7 @@ class Peers:
 
 
 def exchanged(model: Any, case: Case, ranks: int) -> Exchange:
-    """Return the collectives of a decode step or a prefill, which depend on what this transformers release shards."""
+    """Return the collectives of a decode step or a prefill, which depend on what the installed transformers shards."""
     config = model.config.get_text_config()
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     divided = [local(parameter).shape[0] < config.vocab_size for parameter in (table, head)]

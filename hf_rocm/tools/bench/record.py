@@ -31,14 +31,15 @@ class RecordError(HfRocmError):
 class Segment:
     """One run: machine, model, rates and results.
 
-    kernels: the lines of `bench ops`. starts: the cold and warm starts of each side. Both contain plain dicts.
+    rates: None if the results have no roofline. kernels: the lines of `bench ops`. starts: the cold and warm starts of
+    each side. Both contain plain dicts.
     """
 
     name: str
     machine: dict[str, str]
     commit: str | None
     model: dict[str, Any]
-    rates: Rates | None  # None if the results have no roofline
+    rates: Rates | None
     rounds: int
     missing: dict[str, str] = field(default_factory=dict)  # unavailable side → reason
     results: tuple[Result, ...] = ()

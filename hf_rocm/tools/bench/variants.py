@@ -50,13 +50,14 @@ class Side:
     """One side.
 
     arguments: additional arguments of `generate`. turn: returns a context manager that is active while the side runs.
+    forward: replaces the model's forward in calls without `generate`.
     """
 
     name: str
     model: Any
     arguments: dict[str, Any] = field(default_factory=dict)
     turn: Callable[[], AbstractContextManager[None]] = nullcontext
-    forward: Callable[..., Any] | None = None  # replaces the model's forward in calls without `generate`
+    forward: Callable[..., Any] | None = None
 
     def __call__(self, **inputs: Any) -> Any:
         return (self.forward or self.model)(**inputs)

@@ -14,14 +14,14 @@ class Fault:
     layer: the path of the layer, or another place such as `step 3` or `loss`. It is empty if every layer on its own is
     within its bound, and only the end result exceeds its bound. operation: a point inside the layer, or a description.
     error, allowed: relative errors; for logits and losses, absolute errors; for weights and saved files, the number of
-    tensors that differ, and 0.
+    tensors that differ, and 0. others: other layers that exceed their bounds on stock's input.
     """
 
     layer: str
     operation: str
     error: float
     allowed: float
-    others: tuple[str, ...] = ()  # other layers that exceed their bounds on stock's input
+    others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         size = "not finite" if self.error != self.error else f"off by {self.error:.2e}, allowed {self.allowed:.2e}"

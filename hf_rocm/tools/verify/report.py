@@ -94,7 +94,10 @@ def _verdict(result: Verification) -> str:
 def _next(result: Verification, *, everything: bool) -> str:
     if result.passed:
         return "hf-rocm bench MODEL" + ("" if everything else "; hf-rocm verify --all also shows the layers' errors")
-    return "HF_ROCM_TIER=torch hf-rocm verify MODEL shows whether a kernel is wrong; add `hf-rocm env` to a report"
+    return (
+        "HF_ROCM_TIER=torch hf-rocm verify MODEL shows whether a kernel is wrong; "
+        "add the output of `hf-rocm env` to a report"
+    )
 
 
 def _check_lines(check: Check, width: int, column: int, *, everything: bool) -> Iterator[str]:

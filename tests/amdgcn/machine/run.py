@@ -244,7 +244,7 @@ class Launch:
     def _advance(self, state: State, stop: int) -> Any:
         """Run one batch to a barrier, its end, a branch that splits it, or `stop`, where another batch waits.
 
-        A jump to an address after `stop` also ends the run.
+        A jump to `stop`, or to an address after it, also ends the run.
         """
         steps, registers = self.program.steps, self.program.registers
         pc = start = state.pc

@@ -34,7 +34,7 @@ def chosen_gate_up(
     TRANSPOSED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WEIGH_INPUT: tl.constexpr,
-    EVEN: tl.constexpr,  # I and H are multiples of the blocks
+    EVEN: tl.constexpr,  # I and H multiples of the blocks
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -89,8 +89,8 @@ def chosen_down(
     TOP_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     WEIGH_INPUT: tl.constexpr,
-    EVEN: tl.constexpr,  # H and I are multiples of the blocks
-    BLOCK_E: tl.constexpr,  # divides TOP_K
+    EVEN: tl.constexpr,  # H and I multiples of the blocks
+    BLOCK_E: tl.constexpr,  # a divisor of TOP_K
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):

@@ -12,12 +12,12 @@ from hf_rocm.ops.triton.builds import Build
 def rms_norm_kernel(
     x,
     residual,  # None: no sum
-    weight,  # None: the sum is not normalised
+    weight,  # None: no norm of the sum
     out,
     total,
     rows,
     outer_stride,
-    inner,  # row r is at (r // inner) · outer_stride + (r % inner) · inner_stride
+    inner,  # offset of row r: (r // inner) · outer_stride + (r % inner) · inner_stride
     inner_stride,
     eps,
     before,  # the weight of a norm of x before the sum, or None
@@ -65,7 +65,7 @@ def layer_norm_kernel(
     weight,
     bias,  # or None
     out,
-    total,  # None: the sum is not stored
+    total,  # None: no output of the sum
     rows,
     eps,
     DIM: tl.constexpr,

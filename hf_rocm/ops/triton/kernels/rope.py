@@ -121,7 +121,8 @@ def _copy(
 def rope_kernel(
     query,
     key,
-    value,  # None: the key of token i is written to row i of `keys`, and no values are written
+    # None: the key of token i is written to row i of `keys`, and no values are written.
+    value,
     cos,
     sin,
     out,
@@ -159,10 +160,14 @@ def rope_kernel(
     VALUE_DIM: tl.constexpr,
     ROTATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
-    ONE_PLUS: tl.constexpr,  # the norms multiply by (1 + w)
-    ONCE: tl.constexpr,  # cos and sin contain each angle once
-    COUNTED: tl.constexpr,  # position is the number of earlier tokens; otherwise, it contains each token's position
-    ALONE: tl.constexpr,  # one program does everything, and advances the position if COUNTED
+    # The norms multiply by (1 + w).
+    ONE_PLUS: tl.constexpr,
+    # cos and sin contain each angle once.
+    ONCE: tl.constexpr,
+    # position is the number of earlier tokens; otherwise, it contains each token's position.
+    COUNTED: tl.constexpr,
+    # One program does everything, and advances the position if COUNTED.
+    ALONE: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_KV: tl.constexpr,
     PAIRS: tl.constexpr,

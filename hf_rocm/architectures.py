@@ -88,8 +88,8 @@ def driver_version(read: Callable[[str], str | None] = system_file) -> str | Non
 def least_of_cards(texts: Iterable[str | None]) -> int:
     """Return the smallest of the memory sizes in these texts, in bytes; 0 if none is known.
 
-    texts: the contents of a file such as `CARVED_OUT` for every card, or None. If one card is an integrated GPU, the
-    smallest size is assumed to be its size.
+    texts: for every card, the content of a file with a size, such as those of `CARVED_OUT`, or None. If one card is an
+    integrated GPU, the smallest size is assumed to be its size.
     """
     return min((int(text) for text in texts if text and text.strip().isdecimal()), default=0)
 

@@ -20,7 +20,7 @@ ALLOWED = {
     "hf_rocm/environment.py": {"()"},
     # a child process sets every flag to its current value, to check whether the build has it
     "hf_rocm/tools/doctor/child.py": {"()"},
-    # tensors are data: their memory is replaced, or a mark of aiter or hf_rocm is set on them
+    # tensors are data: their memory is replaced, or an attribute of aiter or hf_rocm is set on them
     "hf_rocm/generation/static_buffers.py": {"()"},
     "hf_rocm/layers/attention.py": {"()"},
     "hf_rocm/ops/mask_patterns.py": {"()"},

@@ -22,10 +22,10 @@ class Layer:
     """The rows of one attention layer.
 
     keys: [B, Hkv, capacity, D]; values: [B, Hkv, capacity, D_v]; both None until the prompt is written. window: the
-    number of keys that a query sees, including its own, or None for all. base: the position of row 0; it changes only
-    in sliding layers. rows: the number of written rows. places: [LONGEST_STEP] int64 on the device; a step of n tokens
-    writes to the first n of these rows. place: [1], the first element of places. All layers with the same window share
-    `places`.
+    number of keys that a query attends to, including its own, or None for all. base: the position of row 0; it changes
+    only in sliding layers. rows: the number of written rows. places: [LONGEST_STEP] int64 on the device; a step of n
+    tokens writes to the first n of these rows. place: [1], the first element of places. All layers with the same window
+    share `places`.
     """
 
     def __init__(self, window: int | None) -> None:
@@ -59,7 +59,7 @@ class Layer:
         return capacity if self.window is None else min(capacity, self.window + SLACK)
 
     def kept(self, tokens: int, drafts: int) -> int:
-        """Return how many of the last `tokens` tokens later queries may see, if up to `drafts` of them are dropped."""
+        """Return how many of the last `tokens` tokens later queries may need if up to `drafts` of them are dropped."""
         return tokens if self.window is None else min(tokens, self.window + drafts)
 
     def allocate(self, key: Tensor, value: Tensor, rows: int) -> None:
@@ -79,7 +79,7 @@ class Layer:
         self.rows += rows
 
     def move_window(self, window: int) -> None:
-        """Shift the rows that later queries still see, so that they start at row 0."""
+        """Shift the rows that later queries may still attend to, so that they start at row 0."""
         visible = min(self.rows, window)
         for buffer in self.buffers:
             buffer[:, :, :visible].copy_(buffer[:, :, self.rows - visible : self.rows].clone())

@@ -1,4 +1,4 @@
-"""Replacements for `generate` and for methods that it calls. With them, a prepared model decodes in recorded steps.
+"""Replacements for `generate` and for methods that it calls. With them, a prepared model decodes with recorded steps.
 
 They are set on the class and not on the model, so that a copy of the model uses its own recordings and a pickle
 does not depend on hf_rocm. For models that are not prepared, and for subclasses, they call the inherited methods.

@@ -103,7 +103,7 @@ def drop_oldest(recordings: dict[Any, Any], limit: int) -> None:
 
 
 class RecordedStep(Recorded):
-    """A recorded decode step over a cache.
+    """A recorded decode step that uses a cache.
 
     like: an output of the step. group: the process group whose collectives the step contains, or None. digests:
     [BACK + 1] int64, the digests of the last replays' outputs, newest last. tokens: the tokens with the

@@ -86,7 +86,8 @@ class _Shared:
         self.last: Any = torch.cuda.current_stream(device)  # the stream of the last replay
         self.pool = torch.cuda.graph_pool_handle()
         number = torch.zeros(1, device=device)
-        self.keeper = _capture(self, lambda: number.add_(1))[0]  # the pool exists while a graph uses it
+        # The pool exists while a graph uses it.
+        self.keeper = _capture(self, lambda: number.add_(1))[0]
 
 
 def _capture(shared: _Shared, run: Callable[[], T]) -> tuple[Any, T]:

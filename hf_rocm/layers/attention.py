@@ -53,7 +53,7 @@ _UNSERVED = (
 
 
 class Visibility(TypedDict):
-    """The arguments of `ops.attention` that define which keys a query sees."""
+    """The arguments of `ops.attention` that define which keys a query attends to."""
 
     causal: bool
     mask: Tensor | None
@@ -265,8 +265,8 @@ def visible_keys(
 def attach(mask: Tensor, rows: CacheRows) -> Tensor:
     """Attach the lengths and starts of the visible keys to a mask, for kernels that need no mask. Returns the mask.
 
-    mask: [B, 1, S_q, S_k]. rows: the keys that these S_q queries see. If one of the two changes, the other must change
-    in the same way.
+    mask: [B, 1, S_q, S_k]. rows: the keys that these S_q queries attend to. If one of the two changes, the other must
+    change in the same way.
     """
     setattr(mask, _ROWS, rows)
     return mask

@@ -205,7 +205,7 @@ def register(kind: KindT) -> KindT:
 
 
 def registered() -> list[type[WeightGroup]]:
-    """Return every imported kind, in the order in which they are tried."""
+    """Return all imported kinds, in the order in which they are tried."""
     return sorted(_kinds.values(), key=lambda kind: kind.order)
 
 

@@ -57,7 +57,7 @@ def attention(
 
     query: [B, H, S_q, D]; key: [B, Hkv, S_k, D]; value: [B, Hkv, S_k, D_v]; H a multiple of Hkv.
     mask: [B | 1, H | 1, S_q | 1, 1 | ≥ S_k], bool (True = visible) or additive in query's dtype; columns beyond S_k
-    are ignored. window: how many keys a query sees, including its own. softcap: c · tanh(score / c). sinks: [H]
+    are ignored. window: how many keys a query attends to, including its own. softcap: c · tanh(score / c). sinks: [H]
     logits that take part in the softmax but have no value. Mask, causality and window are combined. padded: the result
     of `recognise` for the mask, the `CacheRows` that are attached to the mask, or a paged cache; it replaces the mask,
     causality and the window, and is ignored if `weights`.
@@ -179,7 +179,7 @@ def torch_attention(query: Tensor, key: Tensor, value: Tensor, **terms: Unpack[A
 def _after_masked_rows(query: Tensor, key: Tensor, value: Tensor, terms: AttentionTerms) -> Tensor:
     """Causal attention with S_q > S_k: the first S_q − S_k rows are zero, and a square call computes the others.
 
-    For rows that see no key, SDPA's GPU kernels would return a mean of the values. Returns [B, S_q, H, D_v].
+    For rows without a visible key, SDPA's GPU kernels would return a mean of the values. Returns [B, S_q, H, D_v].
     """
     masked = query.shape[2] - key.shape[2]
     mask = terms["mask"]

@@ -44,11 +44,11 @@ class Unavoidable:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The results of both passes: with stock and with overlays.
+    """The results of both passes: without and with overlays.
 
-    regressions: tests that pass with stock but not with overlays, and aren't listed. unavoidable: such tests that are
-    listed. repaired: tests that pass with overlays but not with stock. stale: entries whose tests ran and don't
-    differ. idle: models whose overlaid forwards were never called.
+    regressions: tests that pass only without overlays and aren't listed. unavoidable: such tests that are listed.
+    repaired: tests that pass only with overlays. stale: entries whose tests ran and don't differ. idle: models whose
+    overlaid forwards were never called.
     """
 
     release: str

@@ -30,7 +30,8 @@ def send(request, timeout):
     (meeting / f"request-{os.getpid()}").touch()
     while len(list(meeting.glob("coming-*"))) < world:
         time.sleep(0.01)
-    time.sleep(2.0)  # until the ranks that have touched their files have arrived
+    # Wait until the ranks that have touched their files have arrived.
+    time.sleep(2.0)
     return result
 
 probe_worker.send = send

@@ -1,4 +1,4 @@
-"""Rounds of an assistant without a call of `generate` draft the same tokens as stock."""
+"""Rounds of an assistant without a call of `generate` draft the same tokens as stock transformers."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_changed_dropouts_are_called_as_stock_calls_them(name):
     torch.testing.assert_close(outputs[3], outputs[1], rtol=1e-3, atol=1e-4)
 
 
-# Replaces a class in torch.nn before transformers and hf_rocm are imported, and compares a model with stock.
+# Replaces a class in torch.nn before transformers and hf_rocm are imported. Compares a prepared and a stock model.
 REPLACED = """
 import copy, sys
 import torch

@@ -95,7 +95,10 @@ def siglip():
 
 
 def test_patches_that_are_only_flattened_are_contiguous():
-    """The GEMM's rows are returned as they are. In stock, all hidden states have the strides of a transposed image."""
+    """The GEMM's rows are returned as they are.
+
+    In stock transformers, all hidden states have the strides of a transposed image.
+    """
     model, pixels = siglip()
     prepared = hf_rocm.prepare(copy.deepcopy(model), force=True)
     name = next(name for name, module in model.named_modules() if type(module).__name__ == "SiglipVisionEmbeddings")

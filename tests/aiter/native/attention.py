@@ -99,7 +99,7 @@ def mha_fwd(
         dropout_p == 0 and not return_dropout_randval and bias is None and alibi_slopes is None,
         "not supported by this stand-in",
     )
-    need(q.shape[1] <= k.shape[1] or not (is_causal or window_size_left >= 0), "some rows see no key")
+    need(q.shape[1] <= k.shape[1] or not (is_causal or window_size_left >= 0), "some rows have no visible key")
     left = -1 if window_size_left >= k.shape[1] else window_size_left
     right = -1 if window_size_right >= k.shape[1] else window_size_right
     if q.shape[1] == 1:

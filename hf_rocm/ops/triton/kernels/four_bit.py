@@ -49,8 +49,8 @@ def four_bit_vector(
     out,  # [1, N]
     m_size,
     n_size,
-    k_words,  # K / 8; its divisibility determines the alignment of the addresses
-    pattern,  # the bits of 1.0, or 0x0F0F0F0F with BYTES; as a constant, it would take more instructions
+    k_words,  # K / 8
+    pattern,  # the bits of 1.0, or 0x0F0F0F0F with BYTES
     ACTIVATION: tl.constexpr,  # the activation of the gate, or None
     SIGNED: tl.constexpr,  # see `coded`
     SELECT: tl.constexpr,
@@ -62,7 +62,11 @@ def four_bit_vector(
     BLOCK_N: tl.constexpr,
     BLOCKS: tl.constexpr,  # the number of blocks, of 8 runs each, that are loaded at once
 ):
-    """Compute BLOCK_N columns of the result for one row by multiplying and summing."""
+    """Compute BLOCK_N columns of the result for one row by multiplying and summing.
+
+    The divisibility of k_words determines the alignment of the addresses. As a constant, pattern would take more
+    instructions.
+    """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     # blocks are the first dim, so that the compiler distributes words and x over the threads in the same way
     rows = tl.minimum(n, n_size - 1)[None, :, None].to(tl.int64)

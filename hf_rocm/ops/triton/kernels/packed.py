@@ -1,4 +1,4 @@
-"""A number and its index in one integer, so that one maximum returns both.
+"""A number and its index in one integer, so that one max reduction returns both.
 
 The integers are ordered by number, with NaN as the largest and -0 below 0, and among equal numbers by descending index.
 """

@@ -1,7 +1,8 @@
 """The experts of a token: scores, groups, top-k and weights in one launch, in registers.
 
 A score and its expert are packed into one integer. These integers are ordered by score and, among equal scores, by
-descending expert. So one maximum yields a score and its expert, and no expert is selected twice, whatever the scores.
+descending expert. So one max reduction returns a score and its expert, and no expert is selected twice, whatever the
+scores are.
 """
 
 from __future__ import annotations

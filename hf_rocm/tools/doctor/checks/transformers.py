@@ -52,7 +52,7 @@ def _overlays(facts: Facts) -> Finding:
         return warning(
             "overlays",
             f"the overlays cannot be read: {state_facts.refused}",
-            means="plain transformers stays stock; hf_rocm.from_pretrained may work anyway",
+            means="models that transformers loads stay stock; hf_rocm.from_pretrained may work anyway",
             fix=state_facts.hint or "hf-rocm status",
         )
     states = {tuple(state.split("/")): count for state, count in state_facts.overlays.items()}

@@ -54,7 +54,7 @@ def test_in_fp32_every_answer_must_be_equal():
         (["abcd", "Xfgh"], STOCK, False),
         # 2 of 5 tokens.
         (["abcX", "Xfgh"], STOCK, True),
-        # In stock itself, 1 of 5 tokens differs.
+        # In stock transformers itself, 1 of 5 tokens differs.
         (["abcX", "Xfgh"], ["abcd", "Xfgh"], False),
         (["Xbcd", "Xfgh"], ["abcd", "Xfgh"], True),
     ],

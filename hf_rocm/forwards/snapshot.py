@@ -54,7 +54,8 @@ class Snapshot:
         self._copies: list[Any] = []
         self.tensors: list[Tensor] = []
         self.refused: str | None = None
-        self._single: list[tuple[Any, Any, Tensor]] = []  # tensors of at most one element: == compares them by value
+        # Tensors of at most one element are compared by identity, because == compares them by value.
+        self._single: list[tuple[Any, Any, Tensor]] = []
         seen: set[int] = set()
         for module in modules:
             own = module.__dict__

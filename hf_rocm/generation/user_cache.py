@@ -71,7 +71,7 @@ class UserCache:
                 continue
             rows = min(count, layer.rows)
             keys, values = (buffer[:, :, layer.rows - rows : layer.rows] for buffer in (layer.keys, layer.values))
-            # Later queries do not see the other rows, so only their number matters.
+            # Later queries do not attend to the other rows, so only their number matters.
             if count > rows:
                 first = (part[:, :, :1].expand(-1, -1, count - rows, -1) for part in (keys, values))
                 self._update(index, *first)

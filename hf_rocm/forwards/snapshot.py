@@ -125,7 +125,10 @@ class Snapshot:
         return bool(differing) and self.unchanged(model)
 
     def same_weights(self, other: Snapshot) -> bool:
-        """Return whether both snapshots have the same tensors at the same addresses, so the older may apply again."""
+        """Return whether both snapshots have the same tensors at the same addresses.
+
+        If so, recordings for the older snapshot may be used again.
+        """
         return self.pointers == other.pointers and [*map(id, self.tensors)] == [*map(id, other.tensors)]
 
     def _current_forwards(self) -> list[Any]:

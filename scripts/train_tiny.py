@@ -1,7 +1,7 @@
 """Train a small Llama-like model from scratch, on text that every Python installation contains.
 
 With it, the tests and most of the demo need no download of a trained checkpoint. The text is the Python language
-reference that `help()` shows, and the tokenizer is a BPE learned on it.
+reference that `help()` shows, and the tokenizer is a BPE trained on it.
 
     python scripts/train_tiny.py OUT [--steps 800]
 """
@@ -89,7 +89,7 @@ def pages() -> list[str]:
 
 
 def learn_tokenizer() -> Any:
-    """A byte-level BPE learned on the pages, wrapped for transformers."""
+    """A byte-level BPE trained on the pages, wrapped for transformers."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -12,8 +12,8 @@ from hf_rocm.cli.parameters import DeviceName, Force, Json, ModelPath
 def warmup(model: ModelPath, device: DeviceName = None, force: Force = False, json: Json = False) -> None:
     """Build and check the kernels that MODEL uses, before its first call.
 
-    The model is loaded, and kernels that have to be compiled may take minutes. Results are stored for this GPU and
-    these versions, and later processes use them.
+    The model is loaded, and compiling its kernels may take minutes. Results are stored for this GPU and these versions,
+    and later processes use them.
     """
     import torch
 

@@ -54,7 +54,8 @@ class Snapshot:
         self._copies: list[Any] = []
         self.tensors: list[Tensor] = []
         self.refused: str | None = None
-        self._single: list[tuple[Any, Any, Tensor]] = []  # tensors of at most one element: == compares them by value
+        # Tensors of at most one element are compared by identity, because == compares them by value.
+        self._single: list[tuple[Any, Any, Tensor]] = []
         seen: set[int] = set()
         for module in modules:
             own = module.__dict__
@@ -124,7 +125,10 @@ class Snapshot:
         return bool(differing) and self.unchanged(model)
 
     def same_weights(self, other: Snapshot) -> bool:
-        """Return whether both snapshots have the same tensors at the same addresses, so the older may apply again."""
+        """Return whether both snapshots have the same tensors at the same addresses.
+
+        If so, recordings for the older snapshot may be used again.
+        """
         return self.pointers == other.pointers and [*map(id, self.tensors)] == [*map(id, other.tensors)]
 
     def _current_forwards(self) -> list[Any]:

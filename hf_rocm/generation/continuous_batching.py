@@ -91,7 +91,7 @@ def attention_of(model: nn.Module) -> str | None:
     if reason is None:
         gathered = sliding_pages.refused() if sliding_pages.has_sliding_layers(config.get_text_config()) else None
         steps = "" if gathered is None else f"; its decode steps gather their keys, because {gathered}"
-        return f"continuous batching runs {flash_provider.NAME!r}, computed by hf_rocm over transformers' pages{steps}"
+        return f"continuous batching runs {flash_provider.NAME!r}, computed by hf_rocm with a paged cache{steps}"
     return f"continuous batching runs as in stock transformers: {reason}"
 
 

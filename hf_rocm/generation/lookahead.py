@@ -11,7 +11,8 @@ After enough steps in a row with the same number of drafts, the next one is queu
 step are on the host: the accepted tokens and the drafts are determined on the device (`ops.look_up_drafts`). If the
 number of drafts then differs, the queued step is not used.
 
-Drafts of an assistant are verified by a step that is launched right after the last draft, which the loop need not read.
+The step that verifies the drafts of an assistant is launched right after the last draft, before the host reads that
+draft.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The transformers cache that a call receives or returns, although its steps run over a `DecodeCache`.
+"""The transformers cache that a call receives or returns, although its steps use a `DecodeCache`.
 
 The keys and values of the cache are copied to the `DecodeCache` when the call begins. When the call ends, the new ones
 are written back with the cache's own `update`. So the user's object has the type, the contents and the length that it
@@ -31,7 +31,7 @@ class UserCache:
         self._seen: list[int] = []  # the number of tokens in every layer
 
     def refuses(self) -> str | None:
-        """Return why the steps of this call can't run over a `DecodeCache`, or None."""
+        """Return why the steps of this call can't use a `DecodeCache`, or None."""
         inner = self._self_attention()
         if inner is not self.cache and self.passed:
             return "the call passes the cache of an encoder-decoder model"
@@ -71,7 +71,7 @@ class UserCache:
                 continue
             rows = min(count, layer.rows)
             keys, values = (buffer[:, :, layer.rows - rows : layer.rows] for buffer in (layer.keys, layer.values))
-            # Later queries do not see the other rows, so only their number matters.
+            # Later queries do not attend to the other rows, so only their number matters.
             if count > rows:
                 first = (part[:, :, :1].expand(-1, -1, count - rows, -1) for part in (keys, values))
                 self._update(index, *first)
@@ -107,7 +107,7 @@ def store(result: Any, cache: DecodeCache) -> Any:
 
 
 def refuses(cache: Any) -> str | None:
-    """Return why the steps of a call with this cache can't run over a `DecodeCache`, or None."""
+    """Return why the steps of a call with this cache can't use a `DecodeCache`, or None."""
     from transformers import DynamicCache, StaticCache
 
     if type(cache) not in (DynamicCache, StaticCache):

@@ -27,7 +27,7 @@ LIBRARIES = {
 
 
 def check(library: str) -> None:
-    """Raise `OptionError` unless this PyTorch can be switched to this library."""
+    """Raise `OptionError` unless the installed PyTorch can be switched to this library."""
     reason = _refusal(library)
     if reason is not None:
         raise OptionError(

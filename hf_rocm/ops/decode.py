@@ -47,12 +47,12 @@ def decode_attention(
     lengths: [B], or [1] for all rows, int32 or int64 on the same device: the number of keys of the row so far,
     including the keys of these queries; at least 1. If it is at most S, the keys are at the front and the rest of the
     cache is not used. Otherwise the cache is a rolling one and contains the last S keys, oldest first. starts: [B], the
-    first key of each row after left padding, counted like lengths. window: how many keys a query sees, including its
-    own. softcap, sinks: see `attention`. ends: [B + 1] int32, the running sum of the rows' lengths, starting at 0,
+    first key of each row after left padding, counted like lengths. window: how many keys a query attends to, including
+    its own. softcap, sinks: see `attention`. ends: [B + 1] int32, the running sum of the rows' lengths, starting at 0,
     which only aiter's kernel needs; if None, it is computed for that kernel.
 
-    Query i of S_q has the same position as key length − S_q + i. A query that sees no key (left padding) gets the same
-    output as in `attention`. Unused keys and values must be finite in PyTorch's tiers; kernels don't read them. No
+    Query i of S_q has the same position as key length − S_q + i. A query that attends to no key (left padding) gets the
+    same output as in `attention`. Unused keys and values must be finite in PyTorch's tiers; kernels don't read them. No
     tensor is read on the host. Returns [B, S_q, H, D_v].
     """
     grad = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
@@ -101,7 +101,7 @@ def kernel_serves(query: Tensor, key: Tensor, value: Tensor, *, softcap: bool = 
 
 
 def seen_keys(s_q: int, s_k: int, lengths: Tensor, starts: Tensor | None, window: int | None) -> Tensor:
-    """Return a mask of the keys that each query sees, computed on the device: [B | 1, 1, S_q, S] bool."""
+    """Return a mask of the keys that each query attends to, computed on the device: [B | 1, 1, S_q, S] bool."""
     places = torch.arange(s_k, device=lengths.device)
     written = lengths.clamp(max=s_k)
     positions = (written[:, None] - s_q + torch.arange(s_q, device=lengths.device))[:, :, None]

@@ -72,7 +72,7 @@ def stock(
 
 
 def _cases(spec: RotaryAnglesSpec) -> Iterator[Case]:
-    """Yield calls with small and large positions. For fast approximations, angles above 10⁵ are too large."""
+    """Yield calls with small and large positions. Fast approximations of cos and sin are wrong for angles above 10⁵."""
     exponents = torch.arange(spec.frequencies, device=spec.device) / spec.frequencies
     inv_freq = (10000.0**-exponents).to(spec.freq_dtype)
     for b, s, step in ((1, 1, 1000003), (2, LENGTH, 7), (2, LENGTH, 14143)):

@@ -63,7 +63,7 @@ class Audit:
 
     @property
     def foreign(self) -> tuple[Entry, ...]:
-        """Return the entries that are neither stock nor written by this hf-rocm."""
+        """Return the entries that are neither stock nor written by the installed hf-rocm."""
         return tuple(entry for entry in self.entries if entry.finding is not Finding.OVERLAY)
 
     @property

@@ -2,9 +2,8 @@
 
 A copy can become stale. So every use compares the addresses and the version counters of the weights: after an in-place
 write (`load_state_dict` without `assign`, an optimizer) the copy is updated before it is used, and after a move it is
-dropped.
-Version counters miss writes through `.data`. PEFT merges adapters that way, but registers the layer again first, which
-also drops the copy.
+dropped. Version counters miss writes through `.data`. PEFT merges adapters that way, but registers the layer again
+first, which also drops the copy.
 """
 
 from __future__ import annotations

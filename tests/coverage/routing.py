@@ -1,7 +1,7 @@
 """Expert routing, recorded from stock and replayed in other models.
 
 Rounding may break a tie differently and select another expert, with an entirely different output. So the scores are
-compared separately, and everything after them is computed for stock's selection.
+compared separately, and everything after them is computed with stock's selection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every served model returns stock's results within the derived tolerance, and the replaced forwards ran."""
+"""Every served model returns stock's results within the derived tolerance, and the replacement forwards run."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """accelerate's device maps and offloading: hooks, tokens and files equal stock's; layers that are not moved are fused.
 
-Without a GPU, layers are placed on the CPU and on disk; tests/gpu/test_device_maps.py tests maps over GPUs.
+Without a GPU, layers are placed on the CPU and on disk; tests/gpu/test_device_maps.py tests device maps with GPUs.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ def test_a_checkpoint_is_measured_with_its_own_weights(tiny_checkpoint, capsys):
     ("program", "message"),
     [
         (KILLED, "rank 1 was killed by signal 9 (SIGKILL)"),
-        (WRONG, "hf_rocm returns wrong results over 2 ranks, so nothing is timed"),
+        (WRONG, "hf_rocm returns wrong results on 2 ranks, so nothing is timed"),
     ],
     ids=["killed", "wrong"],
 )

@@ -90,7 +90,7 @@ def in_tier(tier, inputs, keywords):
 def check(serve, inputs, keywords):
     """Output and state must be within the tolerance of single steps, and the convolution's state must be exact.
 
-    Chunks are rounded at other points than single steps, and single steps are accurate by chance for some inputs. The
+    Chunks are rounded at different points than single steps, which are accurate by chance for some inputs. The
     error may therefore also be as large as that of single steps in float64 whose inputs have rounding errors.
     """
     actual = serve(*inputs, **keywords)

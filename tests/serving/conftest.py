@@ -30,7 +30,7 @@ def simulated_memory(request, monkeypatch):
 
 @pytest.fixture
 def page_tables_on_cpu(monkeypatch):
-    """Enable transformers' decoding over page tables, which it uses only with a GPU."""
+    """Enable transformers' decoding with page tables, which it uses only on a GPU."""
     initialization = importlib.import_module("transformers.generation.continuous_batching.initialization")
     if not hasattr(initialization, "is_torch_xpu_available"):
         pytest.skip("not run: this release has page tables on CUDA only")

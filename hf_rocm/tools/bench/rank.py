@@ -178,7 +178,7 @@ class _Rank:
             samples[side.name].parity = parity
             if parity.refusal is not None:
                 raise Mismatch(
-                    f"{side.name} returns wrong results over {self.task.world} ranks, so nothing is timed",
+                    f"{side.name} returns wrong results on {self.task.world} ranks, so nothing is timed",
                     facts={"case": case.title, "error": f"{parity.error:.4g}", "allowed": f"{parity.allowed:.4g}"},
                     hint="`hf-rocm bench` without --tp shows whether one device fails too; please report this",
                 )

@@ -103,7 +103,7 @@ def wire_seconds(message: int, ranks: int, link: float) -> float:
 
 
 def nodes_wire_seconds(message: int, *, nodes: int, per_node: int, link: float, nic: float) -> float:
-    """Return a lower bound on the time of one all-reduce over several nodes, in seconds.
+    """Return a lower bound on the time of one all-reduce across several nodes, in seconds.
 
     It consists of a reduce-scatter within each node, an all-reduce across nodes and an all-gather within each node.
     nic: bytes per second of one GPU's share of the network, in each direction.

@@ -55,7 +55,7 @@ def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
     numbers = {**check.numbers, "replayed": float(steps)}
     note = f"{steps} steps replayed; {check.note}"
     if not torch.equal(first, second):
-        note = "two calls over the same recordings gave different tokens"
+        note = "two calls with the same recordings gave different tokens"
         return Check(*GRAPHS, FAILED, check.error, check.allowed, numbers, note, check.fault)
     return Check(*GRAPHS, check.status, check.error, check.allowed, numbers, note, check.fault)
 

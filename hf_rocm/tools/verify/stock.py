@@ -1,4 +1,4 @@
-"""Check stock as it was loaded against plain stock, since attention implementations and Hub kernels can be wrong too.
+"""Check stock as it was loaded against eager stock, since attention implementations and Hub kernels can be wrong too.
 
 The other checks compare hf_rocm with stock under eager attention. Without hf_rocm, and in layers that stay stock, the
 model runs as it was loaded, for example with another attention implementation or a rotary kernel from the Hub.

@@ -3,7 +3,7 @@
 A program processes a tile of rows, in which the query heads of one key head are adjacent, so that keys and values are
 loaded once for the whole group. Packed sequences need no list of tiles: the tiles of sequence b begin at a number that
 increases with b and can be computed from the sequence's first query, so a program finds its sequence by bisection.
-Scores are scaled for exp2. Without a window, blocks of keys that every row of the tile sees are not masked.
+Scores are scaled for exp2. Without a window, blocks of keys to which every row of the tile attends are not masked.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def flash_kernel(
         key += first_key * key_s
         value += first_key * value_s
     else:
-        # Start with the rows that see the most keys.
+        # Start with the rows that attend to the most keys.
         tile = tl.num_programs(0) - 1 - tile
         first_query = b * queries
         query -= first_query * query_s
@@ -206,7 +206,7 @@ def _attend(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Attend to the keys from `begin` to `end` for one tile. MASKED: whether rows may see only some of them."""
+    """Attend to the keys from `begin` to `end` for one tile. MASKED: whether rows may attend to only some of them."""
     n = tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_D)
     value_column = tl.arange(0, BLOCK_V)
@@ -237,7 +237,7 @@ def _attend(
         higher = tl.maximum(peak, tl.max(scores, 1))
         level = higher
         if MASKED:
-            # -inf means that no key has been seen so far.
+            # -inf means that all keys so far were masked.
             level = tl.where(higher == -float("inf"), 0.0, higher)
         exponentials = tl.exp2(scores - level[:, None])
         rescale = tl.exp2(peak - level)

@@ -60,7 +60,7 @@ class Rounds:
         if self._translated and generation_config.do_sample:
             return "sampling with another tokenizer looks up an embedding, which synchronises the host with the device"
         if any(Agreement(model).group is not None for model in (self.model, self._assisted)):
-            return "the assistant, or the model that it drafts for, is sharded over several ranks"
+            return "the assistant, or the model that it drafts for, is sharded across several ranks"
         return features.refuses("assistants")
 
     def refuses_windows(self, windows: Sequence[int | None]) -> str | None:

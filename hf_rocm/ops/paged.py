@@ -139,7 +139,7 @@ def _torch_refuses(spec: PagedSpec, device: Device) -> str | None:
 
 
 def _cases(spec: PagedSpec) -> Iterator[Case]:
-    """Rows of several lengths, one of them without a request, over pages that are not in order."""
+    """Rows of several lengths, one of them without a request, with pages that are not in order."""
     draw = Draw(spec.dtype, spec.device)
     for s_q in (1,) if spec.slots else (1, 5) if spec.few_queries else (LENGTH,):
         lengths = torch.tensor([s_q, LONG, 0, LENGTH + s_q], dtype=torch.int32, device=spec.device)

@@ -43,7 +43,7 @@ def refusal(module: nn.Module, names: Sequence[str]) -> str | None:
 def accepted_forward(module: nn.Module) -> bool:
     """Return whether the forward is the class's, hf_rocm's, or accelerate's with a hook that moves no weights.
 
-    `device_map="auto"` over several devices adds a hook to every layer, even if nothing is offloaded. A removed hook
+    `device_map="auto"` across several devices adds a hook to every layer, even if nothing is offloaded. A removed hook
     leaves the class's forward as an attribute.
     """
     forward = module.__dict__.get("forward")

@@ -51,13 +51,13 @@ def test_a_recording_with_several_implementations_is_dropped(pair, monkeypatch):
     steps = []
 
     class Step(RecordedStep):
-        def __init__(self, recorder, inputs, run, *rest):
+        def __init__(self, recorder, inputs, run, *rest, **options):
             def switched(buffers):
                 with call_of_another_thread(prepared):
                     return run(buffers)
 
             steps.append(self)
-            super().__init__(recorder, inputs, run if len(steps) > 1 else switched, *rest)
+            super().__init__(recorder, inputs, run if len(steps) > 1 else switched, *rest, **options)
 
     monkeypatch.setattr(runner, "RecordedStep", Step)
     assert torch.equal(generate(prepared, new=20), generate(stock, new=20))
@@ -70,10 +70,10 @@ def test_a_model_without_experts_keeps_recordings_made_during_calls_of_other_thr
     steps = []
 
     class Step(RecordedStep):
-        def __init__(self, *arguments):
+        def __init__(self, *arguments, **options):
             with prepared._optimize_model_for_decode():
                 steps.append(self)
-                super().__init__(*arguments)
+                super().__init__(*arguments, **options)
 
     monkeypatch.setattr(runner, "RecordedStep", Step)
     assert torch.equal(generate(prepared), generate(stock))

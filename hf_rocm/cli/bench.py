@@ -231,7 +231,7 @@ def ops(
 ) -> None:
     """Compare all implementations of every operation on this machine, at the shapes of a decoder.
 
-    Every implementation is checked against fp64 first. Times are those of the device alone (in a recorded graph if
+    Every implementation is checked against fp64 first. Times are those of the device alone (in a captured graph if
     possible). The roofline is the shortest possible time at the measured copy bandwidth and matmul rate.
     """
     from hf_rocm.tools.bench import record

@@ -108,8 +108,10 @@ class Reads(_BasicOperators):
         self.reason: str | None = None
         self._inputs = {id(tensor): index for index, tensor in enumerate(inputs)}
         self._weights = {id(tensor): tensor for tensor in weights}
-        self._kept: dict[int, tuple[Tensor, int]] = {}  # id → a result, and the index of its operator in `_log`
-        self._dropped: dict[int, weakref.ref[Tensor]] = {}  # id → a result whose operator was not stored
+        # id → a result, and the index of its operator in `_log`
+        self._kept: dict[int, tuple[Tensor, int]] = {}
+        # id → a result whose operator was not stored
+        self._dropped: dict[int, weakref.ref[Tensor]] = {}
         self._log: list[tuple[Any, Any, Any, list[Tensor]]] = []
         self._made: set[int] = set()  # storages that the forward created
         self._written: set[int] = set()

@@ -109,7 +109,7 @@ def refuses_device(model: nn.Module) -> str | None:
         if parameter is not None
     }
     if torch.device("meta") in devices:
-        return "some of its weights are offloaded, and loaded again for every call of their layer"
+        return "some of the model's weights are offloaded, and loaded again for every call of their layer"
     if len(devices) > 1:
         return f"the model is on {len(devices)} devices"
     device = next(iter(devices), torch.device("cpu"))

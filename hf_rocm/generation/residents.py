@@ -63,7 +63,8 @@ class Residents:
         self.bases: tuple[int, ...] = ()
         self.input_ids = settle(torch.empty((b, n), dtype=form.dtypes[0], device=form.device))
         self.tokens: Tensor | None = None  # [B, S], all tokens so far, to recompute earlier steps
-        self.unedited = 0  # the number of earlier steps since user code last changed tokens in place
+        # The number of earlier steps since user code last changed tokens in place.
+        self.unedited = 0
         # One tensor, so that one operation writes everything. For every token of the step, it contains the position,
         # the length per kind and the position per row; `_relative` contains the same minus `position`.
         self._clock = torch.zeros((1 + kinds + form.rows, n), dtype=torch.int64, device=form.device)

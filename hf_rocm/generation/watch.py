@@ -1,7 +1,7 @@
 """The functions that the classes of a model call: forwards, functions, methods and registry entries.
 
 A replay runs none of them. So a recorded step is valid only as long as all of them are the same objects as when it was
-recorded, and steps are not recorded for a model that calls code of unknown packages.
+recorded, and steps are not recorded for a model that calls code from unknown packages.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def decode_attention(
     including the keys of these queries; at least 1. If it is at most S, the keys are at the front and the rest of the
     cache is not used. Otherwise the cache is a rolling one and contains the last S keys, oldest first. starts: [B], the
     first key of each row after left padding, counted like lengths. window: how many keys a query attends to, including
-    its own. softcap, sinks: see `attention`. ends: [B + 1] int32, the running sum of the rows' lengths, starting at 0,
-    which only aiter's kernel needs; if None, it is computed for that kernel.
+    its own. softcap, sinks: see `attention`. ends: [B + 1] int32, the cumulative lengths of the rows, starting at 0,
+    which only aiter's kernel needs; if None, they are computed for that kernel.
 
     Query i of S_q has the same position as key length − S_q + i. A query that attends to no key (left padding) gets the
     same output as in `attention`. Unused keys and values must be finite in PyTorch's tiers; kernels don't read them. No
@@ -84,7 +84,7 @@ def decode_attention(
 
 
 def kernel_serves(query: Tensor, key: Tensor, value: Tensor, *, softcap: bool = False, sinks: bool = False) -> bool:
-    """Whether a kernel serves single queries on these caches, given the running sums of the lengths."""
+    """Whether a kernel serves single queries on these caches, given the cumulative lengths."""
     spec = DecodeSpec(
         dtype=query.dtype,
         device=query.device,

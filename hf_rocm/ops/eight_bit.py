@@ -37,7 +37,7 @@ def largest(format: torch.dtype) -> float:
 
 
 def quantize_rows(x: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round each row of a floating-point x [..., K] to 8 bits. Returns [..., K] in the format and scales [..., 1].
+    """Quantise each row of a floating-point x [..., K] to 8 bits. Returns [..., K] in the format and scales [..., 1].
 
     The scales are fp64 if x is fp64, otherwise fp32. torch.compile can fuse all operations of this function.
     """
@@ -62,7 +62,7 @@ BLOCK = 128
 
 
 def quantize_blocks(weight: Tensor, format: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Round a weight [N, K] to 8 bits with one scale per block; the last blocks may be smaller.
+    """Quantise a weight [N, K] to 8 bits with one scale per block; the last blocks may be smaller.
 
     Returns [N, K] in the format, and scales [⌈N / 128⌉, ⌈K / 128⌉] in fp32.
     """

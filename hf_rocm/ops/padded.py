@@ -19,7 +19,7 @@ class CacheRows:
     [B], or None without padding: the number of padding keys at the front. Both count from the first token of the row,
     even if the cache has dropped keys since, so that one pair serves every layer: if key_lengths exceeds the number of
     keys passed to attention, these are the last keys of a rolling cache. window: the sliding window of the layers that
-    use this object, or None. key_ends: [B + 1] int32, the running sum of the lengths from 0, or None.
+    use this object, or None. key_ends: [B + 1] int32, the cumulative lengths, starting at 0, or None.
 
     All tensors may be updated in place between calls: a recorded graph reads them at each replay, and the host never
     reads them.
@@ -60,8 +60,8 @@ class Packed:
     """A padded batch without its padding keys, as packed sequences: arguments of `varlen_attention`.
 
     queries, keys: the flat positions in [B · S_q] and [B · S_k] of the tokens that are packed. Padding queries are left
-    out only if `causal`. query_ends, key_ends: [B + 1] int32, the running sum of the number of packed tokens per row,
-    from 0. longest_query, longest_key: the largest of these numbers.
+    out only if `causal`. query_ends, key_ends: [B + 1] int32, the cumulative numbers of packed tokens of the rows,
+    starting at 0. longest_query, longest_key: the largest number of packed tokens in a row.
     """
 
     key_ends: Tensor

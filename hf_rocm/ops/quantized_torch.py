@@ -111,7 +111,7 @@ def _scaled(output: Tensor, row_scale: Tensor, call: QuantizedCall) -> Tensor:
 
 
 def _rounds(spec: QuantizedSpec) -> str | None:
-    return None if spec.round_input else "8-bit GEMMs need x rounded to 8 bits, and this call doesn't round it"
+    return None if spec.round_input else "8-bit GEMMs need x quantised to 8 bits, and this call doesn't quantise it"
 
 
 def dequantized_refuses(spec: QuantizedSpec, device: Device) -> str | None:

@@ -53,7 +53,7 @@ def _member(reference: Path, path: str) -> bytes:
             return archive.read(path)
     except (OSError, KeyError, zipfile.BadZipFile) as error:
         raise OverlayError(
-            "the reference has no such file of transformers",
+            "the reference does not contain this file of transformers",
             facts={
                 "path": reference,
                 "expected": f"a wheel of transformers, or its folder, with {path}",

@@ -174,7 +174,7 @@ def _version(root: Path, metadata: Path | None) -> str:
     # A local build may tag only one of the two versions, as in 5.4.0 and 5.4.0+rocm1.
     if recorded is not None and recorded.split("+")[0] != match[1].split("+")[0]:
         raise OverlayError(
-            "transformers' files and its package record are of different releases",
+            "the files and the package record of transformers are from different releases",
             facts={"file": root / "__init__.py", "expected": f"{recorded} ({metadata})", "found": match[1]},
             hint="reinstall transformers",
         )

@@ -13,7 +13,7 @@ from hf_rocm.errors import LoadError, OptionError
 
 
 def load(model: str, *, device: str | None = None, force: bool = False, stock: bool = False) -> Any:
-    """Load a model with `hf_rocm.from_pretrained` on `device`; by default, on the first GPU, or on the CPU without one.
+    """Load a model with `hf_rocm.from_pretrained` on `device`, by default the first GPU, or the CPU if there is no GPU.
 
     stock: don't prepare the model. Without ROCm or force, the model stays stock without a warning, since the commands
     print the reason. Raises `LoadError` if transformers can't load the model, and `OptionError` if there is

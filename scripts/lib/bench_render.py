@@ -93,7 +93,7 @@ def machine(segments: dict[str, Any]) -> str:
         if chosen:
             lines += ["", f"### {heading}", "", *times(chosen)]
     if "start" in segments:
-        lines += ["", "### Starts and memory", "", *starts(segments["start"])]
+        lines += ["", "### Startup and memory", "", *starts(segments["start"])]
     if "kernels" in segments:
         lines += ["", "### Single operations", "", *kernels(segments["kernels"])]
     return "\n".join(lines)

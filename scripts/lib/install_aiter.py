@@ -34,7 +34,7 @@ BUILD_NEEDS = (
 PYPI = "0.1.7.post2.dev18"
 PYPI_NEEDS = ("ninja", "pandas", "einops", "psutil", "packaging", "pybind11>=3.0.1")
 PYPI_LIMITATIONS = (
-    "it ignores that a weight is shuffled (fixed in 0.1.7.post3)",
+    "it does not check whether a weight is shuffled (fixed in 0.1.7.post3)",
     "it never finds its table of tuned GEMMs, and its untuned GEMMs run in F.linear",
     "its attention has no sinks (added in 0.1.10), and drops a softcap on bf16 with head dim 128",
     "it has no (1 + w) norm (added in 0.1.17)",

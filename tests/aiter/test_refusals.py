@@ -199,7 +199,7 @@ CASES = [
         linear.shuffled_refuses,
         LINEAR,
         {},
-        f"amd-aiter {WHEEL} ignores that a weight is shuffled; use 0.1.7.post3 or later",
+        f"amd-aiter {WHEEL} does not check whether a weight is shuffled; use 0.1.7.post3 or later",
         WHEEL,
     ),
     (linear.shuffled_refuses, LINEAR, {}, "gfx90a has no kernel for shuffled weights", NEWEST, "gfx90a"),

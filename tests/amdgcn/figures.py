@@ -153,7 +153,7 @@ def measure(case: Case, arch: str) -> list[Figures]:
 def cases() -> list[Case]:
     """Operations with the sizes of Llama-3.1-8B during decoding.
 
-    32 query heads and 8 key heads of size 128, hidden size 4096, intermediate size 14336.
+    32 query heads and 8 key/value heads of size 128, hidden size 4096, intermediate size 14336.
     """
     from hf_rocm import ops, options
 

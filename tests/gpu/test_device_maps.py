@@ -100,7 +100,7 @@ def test_layers_offloaded_to_the_cpu_run_as_in_stock(kind, checkpoint, tmp_path)
         reasons = [why_not(layer.mlp, ("gate_proj", "up_proj")) for layer in prepared.model.layers]
     assert [reason is None for reason in reasons] == [True, False, True, False]
     details = hf_rocm.explain(prepared).details()
-    assert MOVED in details and "steps run uncaptured: some of its weights are offloaded" in details
+    assert MOVED in details and "steps run uncaptured: some of the model's weights are offloaded" in details
     assert "meta device" not in details
     for name, model in (("prepared", prepared), ("stock", stock)):
         model.save_pretrained(tmp_path / name)

@@ -263,7 +263,7 @@ def test_the_shuffled_order_has_an_inverse(format, n, k):
     shuffled = shuffle_rows(rows)
     assert torch.equal(unshuffle_rows(shuffled).double(), rows.double())
     part = shuffle_rows(rows[:16])
-    # Every 16 rows are shuffled separately.
+    # Each block of 16 rows is shuffled separately.
     assert torch.equal(shuffled[:16].double(), part.double())
 
 

@@ -100,7 +100,7 @@ def test_the_change_is_shown_against_a_known_release(
 def test_a_path_without_transformers_cannot_be_compared_with(newer: Site, catalog: Catalog, tmp_path: Path) -> None:
     (tmp_path / "other.whl").write_bytes(b"")
     for path in (tmp_path / "other.whl", tmp_path / "nothing", tmp_path):
-        with pytest.raises(OverlayError, match="no such file of transformers"):
+        with pytest.raises(OverlayError, match="does not contain this file of transformers"):
             explain_change(states(newer, catalog)["llama"], path)
     assert main(["status", "--against", str(tmp_path), "--transformers-path", str(newer.path)]) == 2
 

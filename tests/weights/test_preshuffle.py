@@ -140,7 +140,7 @@ def test_the_budget_is_not_exceeded_and_the_omitted_weights_are_listed(machine):
     ("arch", "release", "threshold", "arguments", "reason"),
     [
         ("gfx90a", NEWEST, 8, {}, "gfx90a has no kernel for shuffled weights"),
-        ("gfx942", "0.1.7.post2", 8, {}, "ignores that a weight is shuffled"),
+        ("gfx942", "0.1.7.post2", 8, {}, "does not check whether a weight is shuffled"),
         ("gfx950", NEWEST, 8, {}, "N and K multiples of 64"),
         ("gfx942", NEWEST, 8, {"preshuffle": "auto"}, "no gain is known on gfx942"),
     ],

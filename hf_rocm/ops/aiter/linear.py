@@ -46,7 +46,7 @@ def shuffled_refuses(spec: LinearSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if not detect.release().at_least(SHUFFLED_SINCE):
-        return f"{detect.release().name} ignores that a weight is shuffled; use {SHUFFLED_SINCE} or later"
+        return f"{detect.release().name} does not check whether a weight is shuffled; use {SHUFFLED_SINCE} or later"
     if device.arch == "gfx942":
         # hipBLASLt reads shuffled weights of any shape.
         return None

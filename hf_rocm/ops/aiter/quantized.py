@@ -1,7 +1,7 @@
 """8-bit linear layers through aiter's `gemm_a8w8`, and `gemm_a8w8_bpreshuffle` for shuffled weights.
 
-`round_rows` rounds the rows of x. aiter's own rounding kernel is not used: it divides by the largest magnitude, so a
-row of zeros becomes NaN, and it ignores NaN when it computes that magnitude.
+`round_rows` quantises the rows of x. aiter's own quantisation kernel is not used: it divides by the largest magnitude,
+so a row of zeros becomes NaN, and it ignores NaN when it computes that magnitude.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _common_refusal(spec: QuantizedSpec, device: Device) -> str | None:
     if reason is not None:
         return reason
     if not spec.round_input:
-        return "aiter's GEMMs need x rounded to 8 bits, and this call doesn't round it"
+        return "aiter's GEMMs need x quantised to 8 bits, and this call doesn't quantise it"
     if spec.dtype not in (torch.float16, torch.bfloat16) or spec.bias_dtype not in (None, spec.dtype):
         return f"gemm_a8w8 returns fp16 or bf16 and needs a bias of its dtype, got {spec.dtype} and {spec.bias_dtype}"
     native = fp8_of(device)

@@ -139,7 +139,7 @@ def _kernel() -> contract.Call | str:
 
 @lru_cache(maxsize=64)
 def _steps(b: int, length: int, device: torch.device) -> Tensor:
-    """[B + 1] int32: 0, length, 2 · length, …, the running sum of the lengths of B sequences of equal length."""
+    """[B + 1] int32: 0, length, 2 · length, …, the cumulative lengths of B sequences of equal length."""
     return torch.arange(0, (b + 1) * length, length, dtype=torch.int32, device=device)
 
 

@@ -94,7 +94,8 @@ class DecodeSpec(NamedTuple):
     few_queries: bool = True  # S_q ≤ FEW_QUERIES
     starts: bool = False
     window: int | None = None
-    ends: bool = False  # the caller passes the running sum of the lengths
+    # The caller passes the cumulative lengths.
+    ends: bool = False
 
 
 class DecodeTerms(TypedDict):
@@ -145,7 +146,8 @@ class AttendIntoCacheSpec(NamedTuple):
     value_dim: int
     rotated: int
     shared: bool  # one table of angles for the whole batch
-    once: bool  # cos and sin contain each angle once
+    # cos and sin contain each angle once.
+    once: bool
     norm_dtype: torch.dtype | None  # the dtype of the norms' weights
     one_plus: bool
     softcap: bool
@@ -171,7 +173,8 @@ class PagedSpec(NamedTuple):
     sinks: bool
     grad: bool = False
     few_queries: bool = True  # S_q ≤ FEW_QUERIES
-    new: bool = True  # the call writes keys and values
+    # The call writes keys and values.
+    new: bool = True
     window: int | None = None
     slots: bool = False
 

@@ -1,4 +1,4 @@
-"""Attention of many queries (prefill), dense or packed, through hf_rocm's one-pass kernel."""
+"""Attention for many queries (prefill), dense or packed, through hf_rocm's one-pass kernel."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def form(value: Any) -> Any:
 
 @cache
 def _caches_kernels() -> bool:
-    """Whether compiled kernels are cached here: if they are not interpreted and the release's rules are known."""
+    """Whether compiled kernels are cached here: only without the interpreter and only for releases with known rules."""
     return not options.triton_interprets() and detect.release().version.release[:2] in KNOWN_RULES
 
 

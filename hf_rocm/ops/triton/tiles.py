@@ -53,7 +53,7 @@ def linear_tile(
 ) -> LinearTile:
     """The tile for x [rows, k] and n columns of the result. normed: whether there is a norm before the GEMM.
 
-    Measured in bf16, in recorded graphs: on an NVIDIA H200 for one row with the matrices of seven models (1B to 30B),
+    Measured in bf16, in captured graphs: on an NVIDIA H200 for one row with the matrices of seven models (1B to 30B),
     and for 2 to 16 rows with those of Llama-3.1-8B; on an H100 for 6 rows with those of Llama-3.2-1B, and for 32 rows
     with those of Llama-3.1-8B. Nothing was measured on AMD GPUs: they use similar tiles that need less LDS and fewer
     registers. `HF_ROCM_TIER=linear=torch` uses the vendor's library there.
@@ -245,7 +245,7 @@ class ExpertsTile(NamedTuple):
         return shared if self.experts is None else {"BLOCK_E": self.experts, **shared}
 
 
-# The tiles of experts were measured on one NVIDIA H200 in bf16, in recorded graphs, with the sizes of Qwen3-30B-A3B,
+# The tiles of experts were measured on one NVIDIA H200 in bf16, in captured graphs, with the sizes of Qwen3-30B-A3B,
 # OLMoE and, transposed, gpt-oss-20b. Nothing was measured on AMD GPUs; `HF_ROCM_TIER=experts=torch` uses PyTorch there.
 # With up to this many tokens, programs of the second GEMM must be small so that there are enough of them.
 FEW_TOKENS = 4

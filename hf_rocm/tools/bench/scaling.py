@@ -1,9 +1,9 @@
-"""Compute, without measuring, the data that tensor parallelism exchanges per token and its effect on the speed-up.
+"""Compute, without measuring, how much data tensor parallelism exchanges per token and how this affects the speed-up.
 
 Every decoder layer sums its activations over the ranks twice: after the attention's output projection and after the
 MLP's down projection. A message is [B, S, hidden]. In a decode step at batch 1, it takes tens of kilobytes at most, too
-little to saturate a link, so the speed-up depends on the latency of an all-reduce and on the part of a step that can be
-divided.
+little to saturate a link, so the speed-up depends on the latency of an all-reduce and on the fraction of a step that
+can be parallelised.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def test_22_a_stale_pid_file_never_blocks(farm: Farm, content: str) -> None:
 @pytest.mark.usefixtures("without_locks")
 @pytest.mark.parametrize("host", ["elsewhere", "here, without a start time"])
 def test_22_a_fresh_pid_file_of_another_host_blocks(farm: Farm, host: str) -> None:
-    """Without /proc, the writer of a claim on this host can't be identified either."""
+    """Without /proc, the writer of a PID file on this host can't be identified either."""
     site = farm("one")
     claim = site.path / f".transformers{CLAIM}"
     host, written = ("elsewhere", "1\n1\n") if host == "elsewhere" else (socket.gethostname(), "1\n\n")

@@ -1,4 +1,4 @@
-"""The check of stock transformers detects and names three known faults of stock on AMD GPUs, which are injected."""
+"""The check of stock transformers detects and names three injected faults, which are known from stock on AMD GPUs."""
 
 from __future__ import annotations
 

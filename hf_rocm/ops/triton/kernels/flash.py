@@ -1,8 +1,8 @@
-"""Attention of many queries: softmax and GEMMs in one pass over the keys, for dense and for packed sequences.
+"""Attention for many queries: softmax and GEMMs in one pass over the keys, for dense and for packed sequences.
 
-A program processes a tile of rows, in which the query heads of one key head are adjacent, so that keys and values are
-loaded once for the whole group. Packed sequences need no list of tiles: the tiles of sequence b begin at a number that
-increases with b and can be computed from the sequence's first query, so a program finds its sequence by bisection.
+A program processes a tile of rows, in which the query heads of one key/value head are adjacent, so that keys and values
+are loaded once for the whole group. Packed sequences need no list of tiles: the tiles of sequence b begin at a number
+that increases with b and can be computed from the sequence's first query, so a program finds its sequence by bisection.
 Scores are scaled for exp2. Without a window, blocks of keys to which every row of the tile attends are not masked.
 """
 
@@ -57,7 +57,7 @@ def flash_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Process one tile of rows (query i, member of the group) of one key head."""
+    """Process one tile of rows (query i, member of the group) of one key/value head."""
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     b = tl.program_id(2).to(tl.int64)
@@ -91,7 +91,7 @@ def flash_kernel(
     i = row // GROUP
     h = kv_head * GROUP + row % GROUP
     at = first_query + i  # [ROWS]
-    # The position of the first query.
+    # The queries occupy the last positions of the keys.
     first_position = keys - queries
     position = first_position + i
     lowest = first_position + tile * ROWS // GROUP

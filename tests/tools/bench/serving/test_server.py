@@ -75,8 +75,8 @@ def test_a_killed_server_names_the_signal(stubs, tmp_path):
     with pytest.raises(ServeError) as error, start(tmp_path / "server") as running:
         running.process.kill()
         running.process.wait()
-        running.check("during the traffic")
-    assert error.value.message == "the stock server was killed by signal 9 (SIGKILL) during the traffic"
+        running.check("during the benchmark")
+    assert error.value.message == "the stock server was killed by signal 9 (SIGKILL) during the benchmark"
 
 
 def test_a_server_that_does_not_start_in_time_is_ended(monkeypatch, tmp_path):

@@ -61,6 +61,6 @@ def test_a_recorded_run_on_several_gpus_names_the_interconnect(lib):
     recorded_run = segment("tp-2", result(case, stock=16.0, hf_rocm=8.0), parallel=parallel, machine=machine)
     text = "\n".join(render.times([recorded_run]))
     assert "| 2 GPUs: decode, batch 1, prompt 1024, 128 new tokens | 4.00 | 16.00 | **8.00** | 2.00 | 2.00 |" in text
-    assert "Tensor parallel over 2 ranks, NCCL 2.27.7; all GPUs have peer access to each other" in text
+    assert "Tensor parallel across 2 ranks, NCCL 2.27.7; all GPUs have peer access to each other" in text
     assert "torch 2.11.0, transformers 5.17.0; commit 0123456789ab." in text
     assert "33 all-reduces of 16.38 kB; each rank sends 541 kB" in text and "12.3 µs" in text

@@ -37,7 +37,7 @@ class _Step(IntEnum):
     # Served classes without the names of their layers.
     NO_LAYERS = 5
     TWO_REASONS = 6
-    # No empty lines, and no reasons of stock classes.
+    # No empty lines, and no reasons for stock classes.
     COMPACT = 7
 
 

@@ -60,7 +60,7 @@ IMPORTED = (
 def test_an_inert_block_is_cheap_and_imports_only_the_listed_modules(blocks: str, tmp_path: Path) -> None:
     """The first block takes at most 5 ms, and every other block takes at most 1 ms.
 
-    On slower machines, the limits are proportional to the time of importing asyncio.
+    On slower machines, the limits are proportional to the time that it takes to import asyncio.
     """
     unwanted = ("HF_ROCM", "PYTHONDONTWRITEBYTECODE")
     variables = {name: value for name, value in os.environ.items() if not name.startswith(unwanted)}

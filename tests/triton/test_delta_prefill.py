@@ -43,7 +43,8 @@ def test_extreme_values_are_as_accurate_as_the_eager_tier(values):
 
 
 @pytest.mark.skipif(
-    suite.gpu() is not None, reason="takes minutes as machine code; test_builds compiles a head dim of 128"
+    suite.gpu() is not None,
+    reason="interpreting the machine code takes minutes; test_builds compiles a head dim of 128",
 )
 @pytest.mark.parametrize("key_dim", [128, 256])
 def test_wide_heads_are_supported(key_dim):

@@ -97,8 +97,8 @@ def model(
     The sides run in turn, on one set of weights. The results of a side are checked first, and a side with wrong
     results is not timed; if hf_rocm's results are wrong, the command fails. The roofline is the shortest possible time
     at the copy bandwidth and matmul rate that were measured on this machine. Without ROCm, hf_rocm's path is forced,
-    and the output contains a note. With --tp, transformers shards the model across N ranks on both sides, and the output
-    lists what the ranks exchange.
+    and the output contains a note. With --tp, transformers shards the model across N ranks on both sides, and the
+    output lists what the ranks exchange.
     """
     from hf_rocm.tools.bench import record
     from hf_rocm.tools.bench.cases import Case, grid

@@ -184,7 +184,7 @@ def test_layers_are_joined_at_block_boundaries():
 
 @pytest.mark.parametrize(("weight_only", "scales"), [(False, (256,)), (True, (256,)), (False, (2, 4))], ids=str)
 def test_only_weights_whose_gemms_round_x_are_shuffled_for_aiter(weight_only, scales, monkeypatch):
-    """aiter's GEMM, which quantises x, reads shuffled weights. hf_rocm's kernels for few rows read unshuffled weights."""
+    """aiter's GEMM quantises x and reads shuffled weights. hf_rocm's kernels for few rows read unshuffled weights."""
     monkeypatch.setattr(eight_bit, "describe", lambda device: Device("cuda", rocm=True, arch="gfx950"))
     monkeypatch.setattr(eight_bit, "shuffle_refuses", lambda spec, device: None)
     monkeypatch.setattr(eight_bit, "choose", lambda spec: ("aiter", "gemm_a8w8_bpreshuffle"))

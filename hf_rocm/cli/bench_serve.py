@@ -100,7 +100,7 @@ def serve(
 
     Both servers answer the same greedy requests first; if hf_rocm's answers differ by more than the dtype allows,
     nothing is timed. One server runs at a time, and no server outlives the command. Prompts are random words. Without
-    ROCm, hf_rocm's path is forced, which the output states.
+    ROCm, hf_rocm's path is forced, and the output contains a note.
     """
     from hf_rocm.tools.bench import record
     from hf_rocm.tools.bench.serving import server

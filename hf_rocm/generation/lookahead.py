@@ -256,13 +256,15 @@ class Lookahead:
             return None
         tokens = candidates.shape[1] - position
         launched = runner.launch(position, tokens, Source(candidates, None, position, position + 1))
-        step = None if launched is None else launched[0]
-        if launched is None or step is None or step.tokens is None:
+        if launched is None:
+            return None
+        step, input_ids = launched
+        if step.tokens is None:
             return None
         # The host does not wait for kernels that are launched after the step. The copy is not read if the loop does not
         # use the step.
         copy = self._copies.send(step.tokens)
-        self.launched = Launched(*launched, position, [], [], Unchanged(candidates), copy)
+        self.launched = Launched(step, input_ids, position, [], [], Unchanged(candidates), copy)
         return step
 
     def _check_queued(self) -> None:

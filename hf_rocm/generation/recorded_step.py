@@ -126,10 +126,12 @@ class RecordedStep(Recorded):
         device, tokens = inputs.tensors[0].device, largest(like)
         with torch.inference_mode(False), torch.no_grad():
             self.digests = torch.zeros(BACK + 1, dtype=torch.int64, device=device)
-            numbers = None if tokens is None else tokens.new_empty(tokens.numel() + 1)
-            self.tokens = None if tokens is None or numbers is None else numbers[:-1].view(tokens.shape)
-            self.last_tokens = None if self.tokens is None else self.tokens[:, -1]
-            self.draft = numbers[-2:] if numbers is not None and probable else None
+            self.tokens = self.last_tokens = self.draft = None
+            if tokens is not None:
+                numbers = tokens.new_empty(tokens.numel() + 1)
+                self.tokens = numbers[:-1].view(tokens.shape)
+                self.last_tokens = self.tokens[:, -1]
+                self.draft = numbers[-2:] if probable else None
         self.draws: dict[Any, Any] = {}
         self._names = [name for name, value in like.items() if _written(value)]
         super().__init__(recorder, inputs, lambda buffers: tensors_of(run(buffers)), tensors_of(like))

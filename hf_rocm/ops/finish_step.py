@@ -121,7 +121,7 @@ def _cases(spec: FinishStepSpec) -> Iterator[Case]:
                 torch.arange(spec.kept, **integers),
                 torch.zeros((), device=spec.device),
                 torch.tensor([12345], **integers) if spec.further else None,
-                torch.zeros(1, device=spec.device) if spec.probable and values is logits else None,
+                torch.zeros(1, dtype=torch.float32, device=spec.device) if spec.probable and values is logits else None,
             )
         )
 

@@ -1,6 +1,6 @@
 """The start of a decode step in the Triton kernels, compared with PyTorch.
 
-The kernels compute positions, masks, rows of the cache, token ids and drafts.
+The kernel computes positions, masks, rows of the cache and token ids.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import torch
 
 from hf_rocm import ops
 from hf_rocm.ops.begin_step import stock as begun_by_torch
-from hf_rocm.ops.look_up_drafts import stock as looked_up_by_torch
 from hf_rocm.ops.specs.step import BeginStepCall
 from hf_rocm.ops.triton import step
 from tests.triton.routed import routed
@@ -96,27 +95,6 @@ def test_begin_step(terms, dtype):
     for name, value in call._asdict().items():
         if isinstance(value, torch.Tensor) and value.dtype == torch.int64:
             assert (value != UNSET).all(), name
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 6, 21])
-@pytest.mark.parametrize("length", [1, 2, 30, 1023, 1024, 2500])
-@pytest.mark.parametrize("ngram", [1, 3])
-def test_look_up_drafts(ngram, length, tokens):
-    generator = torch.Generator().manual_seed(length)
-    results = set()
-    for values in (2, 7, 3000, 2**40):
-        for accepted in {0, 1, tokens // 2, tokens}:
-            ids = torch.randint(0, values, (1, length), generator=generator)
-            selected = torch.randint(0, values, (1, tokens), generator=generator)
-            step_ids = torch.cat((ids[:, -1:], selected[:, :-1]), dim=1)
-            step_ids[:, 1 + accepted :] = -1
-            headers = torch.full((2, 2), UNSET)
-            routed("look_up_drafts", ids, step_ids, selected, headers[0], ngram=ngram)
-            looked_up_by_torch(ids, step_ids, selected, headers[1], ngram)
-            assert headers[0].tolist() == headers[1].tolist()
-            assert headers[0, 0] == length + min(accepted, tokens - 1)
-            results.add(bool(headers[0, 1] <= headers[0, 0]))
-    assert results == {True, False} or length < 3
 
 
 @pytest.mark.parametrize("sources", [1, 2])

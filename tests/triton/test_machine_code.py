@@ -39,4 +39,4 @@ def test_every_kernel_was_executed(request):
         missing = [name for name, kernels in expected.items() if not kernels & executed]
     else:
         missing = [kernel for kernels in expected.values() for kernel in sorted(kernels - executed)]
-    assert not missing, "not launched by any test"
+    assert not missing, f"not launched by any test: {', '.join(missing)}"

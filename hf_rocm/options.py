@@ -125,10 +125,12 @@ class Options:
     probe_timeout: float = 900.0
     preshuffle: str = "auto"
     preshuffle_budget: str = "0"
-    preshuffle_threshold: int = 128  # rows; 0: replace the original, -1: shuffle nothing
+    # Rows; 0: replace the original, -1: shuffle nothing.
+    preshuffle_threshold: int = 128
     graphs: Switch = Switch.AUTO
     graphs_memory: str = "10%"
-    pad_tokens: int = 16384  # rows × padded length; 0: never
+    # Rows × padded length; 0: never.
+    pad_tokens: int = 16384
     ranks_timeout: float = 300.0
 
     def tier(self, operation: str) -> str | None:

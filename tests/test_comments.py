@@ -1,8 +1,7 @@
-"""Comments stand above their lines. Trailing ones only describe shapes, units, parameters and entries."""
+"""Comments stand above their lines. Trailing ones only describe shapes and units, or label entries."""
 
 from __future__ import annotations
 
-import ast
 import io
 import re
 import tokenize
@@ -33,9 +32,8 @@ def test_trailing_comments_describe(folder):
     [
         ("x = 1  # because\n", [1]),
         ("x = 1  # seconds\ny = z  # [B, S, D]\n", []),
-        ("def f(\n    x,  # a long description of this parameter\n):\n    return x  # why\n", [4]),
-        ("class A:\n    x: int = 0  # what this field means, in words\n    y = 0  # why\n", [3]),
-        ("class A:\n    def __init__(self):\n        self.x = 1  # what x means, in words\n        f()  # why\n", [4]),
+        ("def f(\n    x,  # a long description of this parameter\n    y,  # [B, S]\n):\n    return x  # why\n", [2, 5]),
+        ("class A:\n    x: int = 0  # what this field means, in words\n    y: int = 0  # tokens\n", [2]),
         ("x = [\n    1,  # Qwen3\n    2,  # a reason that takes more words\n]\n", [3]),
         ('x = "# text"\n# above\ny = 1  # noqa: F841\n', []),
     ],
@@ -46,34 +44,14 @@ def test_the_rule(text, rows):
 
 def trailing(text: str) -> Iterator[tuple[int, str]]:
     """Yield the line number and the text of every trailing comment that should be above its line."""
-    described, depth = set(_described(ast.parse(text))), 0
+    depth = 0
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.OP:
             depth += (token.string in "([{") - (token.string in ")]}")
         code = token.line[: token.start[1]].strip() if token.type == tokenize.COMMENT else ""
         comment = token.string.lstrip("# ")
-        if not code or token.start[0] in described or DIRECTIVE.match(comment):
+        if not code or DIRECTIVE.match(comment):
             continue
         label = depth > 0 and code.endswith(",") and len(comment.split()) <= LABEL
         if not (label or UNIT.fullmatch(comment) or SHAPE.fullmatch(comment)):
             yield token.start[0], comment
-
-
-def _described(tree: ast.AST) -> Iterator[int]:
-    """Yield the lines of parameters, of annotated fields of classes, and of attributes set in `__init__`."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef):
-            yield from (part.end_lineno or 0 for part in node.body if isinstance(part, ast.AnnAssign))
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            arguments = node.args
-            parameters = [
-                *arguments.posonlyargs,
-                *arguments.args,
-                *arguments.kwonlyargs,
-                arguments.vararg,
-                arguments.kwarg,
-            ]
-            lines = [parameter.lineno for parameter in parameters if parameter is not None]
-            yield from range(min(lines, default=0), max(lines, default=-1) + 1)
-            if node.name == "__init__":
-                yield from (part.end_lineno or 0 for part in node.body if isinstance(part, ast.Assign | ast.AnnAssign))

@@ -61,7 +61,8 @@ class Import:
     imported: str
     line: int
     at_import: bool
-    for_types: bool = False  # whether only type checkers read it
+    # Whether only type checkers read it.
+    for_types: bool = False
 
     @property
     def top(self) -> str:

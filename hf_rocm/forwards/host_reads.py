@@ -113,9 +113,11 @@ class Reads(_BasicOperators):
         # id → a result whose operator was not stored
         self._dropped: dict[int, weakref.ref[Tensor]] = {}
         self._log: list[tuple[Any, Any, Any, list[Tensor]]] = []
-        self._made: set[int] = set()  # storages that the forward created
+        # Storages that the forward created.
+        self._made: set[int] = set()
         self._written: set[int] = set()
-        self._unknown: list[weakref.ref[Tensor]] = []  # small tensors of unknown origin; see `finish`
+        # Small tensors of unknown origin; see `finish`.
+        self._unknown: list[weakref.ref[Tensor]] = []
 
     def run(self, operator: Any, args: Any, kwargs: Any) -> Any:
         result = operator(*args, **kwargs)

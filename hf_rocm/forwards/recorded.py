@@ -65,8 +65,10 @@ class RecordedForward(Recorded):
         super().__init__(recorder, inputs, tensors, outputs.tensors)
         self._weights = weights
         self._build = outputs.build
-        self.cuts: Sequence[tuple[int, ...]] | None = None  # the cuts of a padded call; see `padding.Padded.cuts`
-        self._last: Any = None  # the stream of the last replay
+        # The cuts of a padded call; see `padding.Padded.cuts`.
+        self.cuts: Sequence[tuple[int, ...]] | None = None
+        # The stream of the last replay.
+        self._last: Any = None
 
     def copies(self, inputs: Sequence[Tensor], padded: Padded | None = None) -> list[Tensor]:
         """Replay with these inputs. Returns copies of the output's tensors, which no later replay changes.

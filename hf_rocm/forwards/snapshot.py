@@ -67,7 +67,8 @@ class Snapshot:
         self._live, self._copies = [live for live, _ in filled], [copy for _, copy in filled]
         self.pointers = self._pointers()
         self._forms = self._described()
-        self._guards: dict[bool, Any] = {}  # whether inference mode is enabled → its guards
+        # Whether inference mode is enabled → its guards.
+        self._guards: dict[bool, Any] = {}
 
     def _add(self, holder: Any, values: Any, seen: set[int]) -> None:
         """Add the contents of a container, including nested containers and configs."""

@@ -63,26 +63,39 @@ class State:
     def __init__(self, model: Any) -> None:
         self.name = type(model).__name__
         self.required: bool = model.__dict__[SETTINGS]["required"]
-        self.device: torch.device = model.device  # the device of the current snapshot
+        # The device of the current snapshot.
+        self.device: torch.device = model.device
         self.lock = threading.RLock()
-        self.disabled: str | None = None  # why recording has stopped
+        # Why recording has stopped.
+        self.disabled: str | None = None
         self.recorded = 0
-        self.replayed = 0  # the number of replays, except those before a recording passed its first comparison
-        self.compared = 0  # the number of these replays that were compared
-        self.turned_away: Counter[str] = Counter()  # reason → the number of calls that ran uncaptured
-        self.padded: Counter[int] = Counter()  # length → the number of calls that were padded to it
-        self.unpadded: str | None = None  # why padding has stopped
-        self.slower: Counter[int] = Counter()  # length → the number of kinds of calls that take longer if padded to it
-        self.snapshots: list[Snapshot] = []  # the last one is the current one
-        self.refused: dict[Hashable, str] = {}  # snapshot's number → why nothing is recorded in this state
+        # The number of replays, except those before a recording passed its first comparison.
+        self.replayed = 0
+        # The number of these replays that were compared.
+        self.compared = 0
+        # Reason → the number of calls that ran uncaptured.
+        self.turned_away: Counter[str] = Counter()
+        # Length → the number of calls that were padded to it.
+        self.padded: Counter[int] = Counter()
+        # Why padding has stopped.
+        self.unpadded: str | None = None
+        # Length → the number of kinds of calls that take longer if padded to it.
+        self.slower: Counter[int] = Counter()
+        # The snapshots so far; the last one is the current one.
+        self.snapshots: list[Snapshot] = []
+        # snapshot's number → why nothing is recorded in this state.
+        self.refused: dict[Hashable, str] = {}
         self._roots: dict[Hashable, Branch | RecordedForward] = {}
         self._recordings: OrderedDict[tuple[Hashable, Path], tuple[RecordedForward, int]] = OrderedDict()
         self._seen: OrderedDict[tuple[Hashable, Path], str | None] = OrderedDict()
-        self._lengths: OrderedDict[Hashable, int] = OrderedDict()  # key of padded calls → the length of the first call
-        self._paddable: dict[int, str | None] = {}  # snapshot's number → why calls are not padded, or None
+        # key of padded calls → the length of the first call.
+        self._lengths: OrderedDict[Hashable, int] = OrderedDict()
+        # snapshot's number → why calls are not padded, or None.
+        self._paddable: dict[int, str | None] = {}
         self._options: dict[int, Any] = {}
         self._numbers = count()
-        self.unsettled = 0  # the number of new states of the model since the last replay
+        # The number of new states of the model since the last replay.
+        self.unsettled = 0
         self._failures = 0
         self._recorder: Recorder | None = None
 

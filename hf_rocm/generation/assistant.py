@@ -45,15 +45,22 @@ class Rounds:
         self._translated = translated
         self._observed = observed
         self._runner: Runner | None = None
-        self._known: HostTokens | None = None  # the tokens of the call; see `follow`
+        # The tokens of the call; see `follow`.
+        self._known: HostTokens | None = None
         self._lookahead: Lookahead
-        self._verifier: FindRunner | None = None  # the model's runner
+        # The model's runner.
+        self._verifier: FindRunner | None = None
         self._drafts: Drafts | None = None
-        self._settings: RoundSettings | None = None  # the settings of the last call of `generate`
-        self._last: _Last | None = None  # the last round, if it did not call `generate`
-        self._accepted: list[int] = []  # the tokens that the model accepted, if the next round has begun
-        self._in_a_row = 0  # the number of rounds in a row whose drafts were all accepted
-        self._guessed = False  # whether the next round has begun as if all drafts of this one were accepted too
+        # The settings of the last call of `generate`.
+        self._settings: RoundSettings | None = None
+        # The last round, if it did not call `generate`.
+        self._last: _Last | None = None
+        # The tokens that the model accepted, if the next round has begun.
+        self._accepted: list[int] = []
+        # The number of rounds in a row whose drafts were all accepted.
+        self._in_a_row = 0
+        # Whether the next round has begun as if all drafts of this one were accepted too.
+        self._guessed = False
 
     def refuses(self, generation_config: Any) -> str | None:
         """Return why the rounds can't be recorded, or None."""

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import DynamicCache
 
-from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, bucket, fits, reorder
+from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, LayerCache, bucket, fits, reorder
 from hf_rocm.generation.step import Unrecordable
 from hf_rocm.layers.cached_attention import Slot
 from hf_rocm.ops.bits import bits
@@ -27,7 +27,7 @@ from hf_rocm.ops.bits import bits
 _CROPS_TO_A_LENGTH = "tokens_to_remove" not in inspect.signature(DynamicCache.crop).parameters
 
 
-class DecodeCache(Cache):
+class DecodeCache(LayerCache):
     """A cache for recorded steps. `layers` has one `Layer` per attention layer.
 
     capacity: the number of tokens that the buffers have room for at first. limit: the largest number of tokens that
@@ -36,40 +36,46 @@ class DecodeCache(Cache):
 
     def __init__(self, windows: Sequence[int | None], *, capacity: int, limit: int) -> None:
         self.windows = tuple(windows)
-        self.layers: Any = [Layer(window) for window in windows]
-        self.attending: list[Layer] = self.layers  # the layers with keys and values
+        self.layers = self.attending = [Layer(window) for window in windows]
         self.target = capacity
         self.limit = limit
-        self.drafts: int | None = None  # the number of drafts that may be written with the prompt; None without drafts
-        self.ahead = 0  # the number of rows after the prompt that are written before a window may move
-        self.uses = 0  # the number of earlier calls that this cache has served
-        self.tokens = 1  # the number of tokens that the step writes
-        self.recordings: dict[Any, Any] = {}  # recorded steps and reorderings, and their recorder; see runner.py
+        # The number of drafts that may be written with the prompt; None without drafts.
+        self.drafts: int | None = None
+        # The number of rows after the prompt that are written before a window may move.
+        self.ahead = 0
+        # The number of earlier calls that this cache has served.
+        self.uses = 0
+        # The number of tokens that the step writes.
+        self.tokens = 1
+        # Recorded steps and reorderings, and their recorder; see runner.py.
+        self.recordings: dict[Any, Any] = {}
         self.recording = False
-        self.reorderer: Any = None  # a weak reference to the runner's method that replays a recorded reordering
-        self.choice: Any = None  # how the call chooses its tokens; see token_choice.py
-        self.user: Any = None  # the `UserCache` that this cache represents, or None
-        self._is_user_defined = False  # whether transformers' loop drops the extra step of the late stop check
-        self._loaded = 0  # the number of tokens that were copied from the user's cache
-        self._places: dict[int | None, tuple[Tensor, Layer]] = {}  # window → its places, and one of its layers
-        self._placed = -1, 1  # the length for which the places were computed, and the number of tokens
-        self._end = 0  # the length at which a buffer must grow or a window must move
-        self._settled = 0  # the length when `_make_room` or `reorder_cache` last ran
-        self.layer_class_to_replicate = None  # like the next attribute, for transformers' base class
+        # A weak reference to the runner's method that replays a recorded reordering.
+        self.reorderer: Any = None
+        # How the call chooses its tokens; see token_choice.py.
+        self.choice: Any = None
+        # The `UserCache` that this cache represents, or None.
+        self.user: Any = None
+        # Whether transformers' loop drops the extra step of the late stop check.
+        self._is_user_defined = False
+        # The number of tokens that were copied from the user's cache.
+        self._loaded = 0
+        # Window → its places, and one of its layers.
+        self._places: dict[int | None, tuple[Tensor, Layer]] = {}
+        # The length for which the places were computed, and the number of tokens.
+        self._placed = -1, 1
+        # The length at which a buffer must grow or a window must move.
+        self._end = 0
+        # The length when `_make_room` or `reorder_cache` last ran.
+        self._settled = 0
+        # Like the next attribute, for transformers' base class.
+        self.layer_class_to_replicate = None
         self.offloading = False
-
-    @property
-    def length(self) -> int:
-        return self.attending[-1].length
 
     @property
     def capacity(self) -> int:
         """The number of rows of the largest buffer."""
         return max(layer.capacity for layer in self.attending)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.attending)
 
     @property
     def encoder_length(self) -> int:
@@ -372,28 +378,10 @@ class DecodeCache(Cache):
                 layer.keys = layer.keys.index_select(0, rows.to(layer.keys.device))
                 layer.values = layer.values.index_select(0, rows.to(layer.values.device))
 
-    def __len__(self) -> int:
-        return len(self.layers)
-
     @property
     def is_compileable(self) -> bool:
         """Whether the next call runs over the static buffers; a prompt uses the masks of a dynamic cache."""
         return self.length > self._loaded
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [layer.window is not None for layer in self.layers]
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.attending[0].keys is not None
-
-    @property
-    def max_batch_size(self) -> int:
-        keys = self.attending[0].keys
-        return -1 if keys is None else len(keys)
-
-    batch_size = max_batch_size
 
     @property
     def max_cache_len(self) -> int:

@@ -128,10 +128,13 @@ class Drafts:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._values: list[_Values] = []  # of the drafts that `of` returned last
-        self._spare: list[_Values] = []  # of the next round
-        self._unread: list[_Values] = []  # the values of the last draft of a round, if they were not read
-        self._begun: Begun | None = None  # the next round
+        # The values of the drafts that `of` returned last, and of the next round.
+        self._values: list[_Values] = []
+        self._spare: list[_Values] = []
+        # The values of the last draft of a round, if they were not read.
+        self._unread: list[_Values] = []
+        # The next round.
+        self._begun: Begun | None = None
 
     def of(
         self,

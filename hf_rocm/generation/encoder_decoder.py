@@ -90,11 +90,14 @@ class EncoderDecoderDecodeCache(DecodeCache, EncoderDecoderCache):
         self.cross_attention_cache = CrossCache(len(windows))
         self.is_updated: dict[int, bool] = {}
         self.encoder_outputs: Any = None
-        self._source: Any = None  # the encoder's output that was copied
-        self._additive = False  # whether the model's attention takes only additive masks
+        # The encoder's output that was copied.
+        self._source: Any = None
+        # Whether the model's attention takes only additive masks.
+        self._additive = False
         self._mask: Tensor | None = None  # [B, 1, 1, S], the padding of the encoder's inputs
         self._visible: Tensor | None = None  # [B, 1, 1, capacity] bool, the rows that a step's query attends to
-        self._step_mask: Any = None  # the same rows, as the kind of mask that the model takes
+        # The same rows, as the kind of mask that the model takes.
+        self._step_mask: Any = None
         self._rows: Any = None  # [B, 1, 1, capacity], the index of every row
 
     @property

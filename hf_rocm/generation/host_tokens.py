@@ -25,11 +25,16 @@ class HostTokens:
     def __init__(self) -> None:
         self._buffer = np.empty(0, np.int64)
         self._length = 0
-        self._tokens: Unchanged | None = None  # the tensor with the tokens in the buffer
-        self._candidates: Unchanged | None = None  # the tensor with the tokens and the drafts
-        self._step: list[int] = []  # the last token before the drafts, and the drafts
-        self._constant: tuple[Unchanged, Tensor] | None = None  # see `constant`
-        self._address = 0  # the address of the first draft
+        # The tensor with the tokens in the buffer.
+        self._tokens: Unchanged | None = None
+        # The tensor with the tokens and the drafts.
+        self._candidates: Unchanged | None = None
+        # The last token before the drafts, and the drafts.
+        self._step: list[int] = []
+        # See `constant`.
+        self._constant: tuple[Unchanged, Tensor] | None = None
+        # The address of the first draft.
+        self._address = 0
 
     def of(self, input_ids: Tensor) -> np.ndarray[Any, Any]:
         """Return the tokens of input_ids [1, S] as [S] int64, without a copy from the device if they are known."""

@@ -35,7 +35,8 @@ class HybridDecodeCache(DecodeCache):
         attending = iter(self.attending)
         recurrent: Any = getattr(cache_utils, "LinearAttentionLayer", None)
         self.layers = [recurrent() if window == RECURRENT else next(attending) for window in windows]
-        self._states: dict[tuple[int, str], Tensor] = {}  # the states of all recurrent layers
+        # The states of all recurrent layers.
+        self._states: dict[tuple[int, str], Tensor] = {}
         self._copies: list[Tensor] = []
 
     @property

@@ -87,20 +87,29 @@ class Lookahead:
         self._tokens = tokens
         self._early = early
         self._drafts = DraftSearch(adaptive=adaptive)
-        self._search: Search | None = None  # the last search of the loop
-        self._prepared: list[int] | None = None  # the tokens of the step that the loop has prepared
-        self._ids: list[int] | None = None  # the tokens of the step that the loop has called last
+        # The last search of the loop.
+        self._search: Search | None = None
+        # The tokens of the step that the loop has prepared.
+        self._prepared: list[int] | None = None
+        # The tokens of the step that the loop has called last.
+        self._ids: list[int] | None = None
         self.launched: Launched | None = None
-        self._called: Launched | None = None  # the step that the loop has called last, if it was launched early
+        # The step that the loop has called last, if it was launched early.
+        self._called: Launched | None = None
         self.logits: Tensor | None = None
-        self._alike = 0, 0  # the number of tokens of the last step, and how many steps right before it had as many
+        # The number of tokens of the last step, and how many steps right before it had as many.
+        self._alike = 0, 0
         # the time of the last arrival of tokens on the host, and the time between the last two arrivals, in s
         self._arrived = self._interval = 0.0
-        self._gap = 0.0  # the time from the arrival of tokens to the launch of the next step, in s
+        # The time from the arrival of tokens to the launch of the next step, in s.
+        self._gap = 0.0
         self._header: Tensor | None = None
-        self._queued: tuple[RecordedStep, Tensor] | None = None  # a step whose tokens are not on the host yet
-        self._copies = HostCopies()  # copies of the tokens that queued steps have read, or that launched ones select
-        self._unchecked: tuple[list[int], HostCopy] | None = None  # the tokens of a queued step: expected, read
+        # A step whose tokens are not on the host yet.
+        self._queued: tuple[RecordedStep, Tensor] | None = None
+        # Copies of the tokens that queued steps have read, or that launched ones select.
+        self._copies = HostCopies()
+        # The tokens of a queued step: expected, read.
+        self._unchecked: tuple[list[int], HostCopy] | None = None
 
     def candidates(self, input_ids: Tensor, search: Search) -> Tensor:
         """Return input_ids, [1, S], followed by the drafts of this search; input_ids itself if there are no drafts."""

@@ -42,8 +42,10 @@ class Rows:
 
     def __init__(self, ends: Callable[[], Ends | None]) -> None:
         self._ends = ends
-        self._used: Unchanged | None = None  # the EOS tokens with which `appended` was computed
-        self._serves: bool | None = None  # whether the kernel serves the rows of this call
+        # The EOS tokens with which `appended` was computed.
+        self._used: Unchanged | None = None
+        # Whether the kernel serves the rows of this call.
+        self._serves: bool | None = None
         self.current: Unfinished | None = None
         self.appended: Appended | None = None
 

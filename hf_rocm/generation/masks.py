@@ -24,7 +24,8 @@ class UnsupportedStep(Exception):
 class Kind(NamedTuple):
     """The layers that share a mask: their type in the config, their window, and the index of the first one."""
 
-    name: str | None  # None: all layers share one mask
+    # None: all layers share one mask.
+    name: str | None
     window: int | None
     layer: int
 

@@ -52,7 +52,8 @@ class Recorded:
         self._recording: Recording
         with ops.recording(this_thread=True) as routes:
             self._recording, _ = recorder.record(lambda: self._write(run(buffers)))
-        self.routes = {(route.operation, route.tier): route for route in routes}.values()  # without duplicates
+        # One route for every operation and tier.
+        self.routes = {(route.operation, route.tier): route for route in routes}.values()
 
     def _warm_up(self, like: Sequence[Tensor]) -> None:
         """Called before the recording. like: as in `__init__`; for a `RecordedStep`, an uncaptured run's outputs."""
@@ -197,7 +198,8 @@ class Alarm:
     EVERY = 8
 
     def __init__(self, device: torch.device) -> None:
-        self.ignored = False  # True if the model's own outputs are not finite
+        # True if the model's own outputs are not finite.
+        self.ignored = False
         self.number = torch.zeros((), dtype=torch.float32, device=device)
         self._sent = torch.zeros((), dtype=torch.float32, pin_memory=device.type == "cuda")
 

@@ -83,7 +83,8 @@ class _Shared:
         self.device = device
         self.lock = threading.Lock()
         self.recording = separate_stream(device)
-        self.last: Any = torch.cuda.current_stream(device)  # the stream of the last replay
+        # The stream of the last replay.
+        self.last: Any = torch.cuda.current_stream(device)
         self.pool = torch.cuda.graph_pool_handle()
         number = torch.zeros(1, device=device)
         # The pool exists while a graph uses it.

@@ -64,7 +64,8 @@ class Step:
         self._inputs = {name: value for name, value in inputs.items() if value is not cache}
         self._masked = [name for name, mask in masks.items() if mask is not None] if isinstance(masks, dict) else None
         self.known = known
-        self._placed: dict[int, tuple[Residents, dict[str, Any]]] = {}  # number of tokens → tensors and inputs
+        # Number of tokens → tensors and inputs.
+        self._placed: dict[int, tuple[Residents, dict[str, Any]]] = {}
         self.residents: Residents
         if self._rows(cache, ids.shape[1])[0] != self._form.widths:
             raise UnsupportedStep("the attention mask is not as wide as the cache")

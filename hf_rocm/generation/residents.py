@@ -42,7 +42,8 @@ class Form(NamedTuple):
     rows: int
     kinds: tuple[Kind, ...]
     widths: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]  # the dtype of the token ids, and of every kind's mask
+    # The dtype of the token ids, and of every kind's mask.
+    dtypes: tuple[torch.dtype, ...]
     device: torch.device
     padded: bool
     rolling: bool
@@ -59,7 +60,8 @@ class Residents:
     def __init__(self, form: Form) -> None:
         b, n, kinds = form.batch, form.tokens, len(form.kinds)
         self.form = form
-        self.position: int | None = 0  # None if it is only on the device
+        # None if it is only on the device.
+        self.position: int | None = 0
         self.bases: tuple[int, ...] = ()
         self.input_ids = settle(torch.empty((b, n), dtype=form.dtypes[0], device=form.device))
         self.tokens: Tensor | None = None  # [B, S], all tokens so far, to recompute earlier steps

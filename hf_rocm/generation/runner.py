@@ -60,20 +60,27 @@ class Runner:
         self._state = state
         self._probable = probable
         self.cache = cache
-        self._model_state: int | None = None  # a number for the model's fingerprint
+        # A number for the model's fingerprint.
+        self._model_state: int | None = None
         self._model: Any
-        self._forward: Any = None  # the forward that was set on the model itself before the call
-        self._experts: str | None = None  # the experts implementation, and the number of switches when it was read
+        # The forward that was set on the model itself before the call.
+        self._forward: Any = None
+        # The experts implementation, and the number of switches when it was read.
+        self._experts: str | None = None
         self._switches = 0
         self._watch: Watch
-        self._hooks = 0  # how many hooks this process had registered when the modules were last examined
+        # How many hooks this process had registered when the modules were last examined.
+        self._hooks = 0
         self._ranks: Agreement
-        self._uncaptured = False  # whether every step of this call runs uncaptured
-        self._keys: set[Hashable] = set()  # the keys of the steps so far
+        # Whether every step of this call runs uncaptured.
+        self._uncaptured = False
+        # The keys of the steps so far.
+        self._keys: set[Hashable] = set()
         self._call = next(_calls)
-        self._unproven = 0  # the number of replays of this call since its last comparison
-        self._in_a_row = 0  # the number of replays since the last uncaptured step
-        self._arguments: Mapping[str, Any] = {}  # the arguments of the last step, if their tensors are resident
+        # The number of replays since the call's last comparison, and since its last uncaptured step.
+        self._unproven = self._in_a_row = 0
+        # The arguments of the last step, if their tensors are resident.
+        self._arguments: Mapping[str, Any] = {}
         self._inputs: Inputs | None = None
         # the last step whose outputs have a stand-in, and these outputs
         self._last: tuple[RecordedStep | None, Any] = None, None
@@ -347,14 +354,7 @@ class Runner:
         back = reachable if alarm else min(reachable, BACK)
         switches = self._state.switches
         result = comparison.compare(
-            step,
-            model,
-            arguments,
-            inputs,
-            cache=self.cache,
-            back=back,
-            ranks=self._ranks,
-            check_finite=alarm,
+            step, model, arguments, inputs, cache=self.cache, back=back, ranks=self._ranks, check_finite=alarm
         )
         if not result.agrees:
             if not result.intact or self._ranks.all(switches == self._state.switches):

@@ -38,7 +38,8 @@ class Schedule:
         self.comparisons = 0
         self.calls = 0
         self._distance = 1
-        self._call: int | None = None  # the last call that replayed the recording
+        # The last call that replayed the recording.
+        self._call: int | None = None
         # Whether the next replay is compared because it is the first of its call.
         self._first_of_call = False
 

@@ -34,21 +34,30 @@ class State:
         self.name = name
         self.required = required
         self.pool = Pool()
-        self.disabled: str | None = None  # the reason why recording has stopped
+        # The reason why recording has stopped.
+        self.disabled: str | None = None
         # the same reason, if a comparison or the alarm showed that a replay was wrong
         self.wrong_replay: str | None = None
-        self.calls = 0  # the number of generate calls that used a DecodeCache
-        self.recorded = 0  # the number of recorded steps
-        self.routes: Collection[Route] = ()  # of every operation in the last recorded step
-        self.replayed = 0  # the number of replayed steps after the first comparison
-        self.compared = 0  # the number of these replayed steps that were compared
+        # The number of generate calls that used a DecodeCache.
+        self.calls = 0
+        # The number of recorded steps.
+        self.recorded = 0
+        # The routes of all operations in the last recorded step.
+        self.routes: Collection[Route] = ()
+        # The number of replayed steps after the first comparison.
+        self.replayed = 0
+        # The number of these replayed steps that were compared.
+        self.compared = 0
         # a counter that changes whenever a call switches the model's experts implementation, for all threads
         self.switches = 0
-        self.plain_assistants = 0  # the number of calls whose assistant was not prepared and ran uncaptured
-        self.turned_away: Counter[str] = Counter()  # reason → the number of calls or steps that ran uncaptured
+        # The number of calls whose assistant was not prepared and ran uncaptured.
+        self.plain_assistants = 0
+        # Reason → the number of calls or steps that ran uncaptured.
+        self.turned_away: Counter[str] = Counter()
         self._fingerprints: dict[tuple[Fingerprint, bool], int] = {}
         self._numbers = count()
-        self._starts = 0  # how often `start_over` was called, which is the same on every rank
+        # How often `start_over` was called, which is the same on every rank.
+        self._starts = 0
         self._lock = threading.Lock()
 
     def disable(self, reason: str) -> None:

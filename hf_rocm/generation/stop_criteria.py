@@ -60,8 +60,10 @@ class _Criteria(StoppingCriteriaList):
         self._stock = stock
         self._tokens = tokens
         self.rows: Rows | None = None
-        self._ends: Unchanged | None = None  # the EOS tokens
-        self._set: frozenset[int] = frozenset()  # the same tokens as a set
+        # The EOS tokens.
+        self._ends: Unchanged | None = None
+        # The same tokens as a set.
+        self._set: frozenset[int] = frozenset()
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         rows = self.rows if self.rows is not None and self.rows.active else None

@@ -52,7 +52,8 @@ RECORDED = (
 class CallRunner(Protocol):
     """The attributes of the call's runner that the stand-ins use."""
 
-    cache: Any  # a `DecodeCache`
+    # A `DecodeCache`.
+    cache: Any
     can_launch: bool
 
     def draw(self, step: RecordedStep, choice: Choice) -> Tensor: ...
@@ -77,7 +78,8 @@ class Choice:
         self._list = processors
         self.processors = tuple(processors)
         self.key = _key(processors) if sampled else None
-        self.rows: Any = None  # the `Rows` of the sampling loop, or None
+        # The `Rows` of the sampling loop, or None.
+        self.rows: Any = None
         self._watch = _skipped(tuple(dict.fromkeys(map(type, processors))))
         self._settings = [dict(vars(processor)) for processor in processors]
 

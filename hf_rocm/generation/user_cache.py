@@ -28,7 +28,8 @@ class UserCache:
     def __init__(self, cache: Any, *, passed: bool) -> None:
         self.cache = cache
         self.passed = passed
-        self._seen: list[int] = []  # the number of tokens in every layer
+        # The number of tokens in every layer.
+        self._seen: list[int] = []
 
     def refuses(self) -> str | None:
         """Return why the steps of this call can't use a `DecodeCache`, or None."""

@@ -42,7 +42,8 @@ class Verification:
 
     def __init__(self, processors: Sequence[Any], *, early: bool = False, adaptive: bool = False) -> None:
         self._processors = processors
-        self._copies = HostCopies()  # copies of the tokens of steps
+        # Copies of the tokens of steps.
+        self._copies = HostCopies()
         self.tokens = HostTokens()
         self.rounds: Rounds | None = None
         self.lookahead = Lookahead(self.tokens, early=early, adaptive=adaptive)

@@ -39,13 +39,18 @@ _KINDS_IN = "hf_rocm.weights."
 class Part(NamedTuple):
     """The state of a linear layer that must not change while the group replaces it."""
 
-    owner: dict[str, Module | None] | None  # the dict of children with this layer; None: that of the group's module
+    # The dict of children with this layer; None: that of the group's module.
+    owner: dict[str, Module | None] | None
     name: str
-    forward: object  # an instance forward that changes nothing, or None
+    # An instance forward that changes nothing, or None.
+    forward: object
     hooks: tuple[object, ...]
-    weight: int  # the address of the weight
-    nbytes: int  # the size of the weight
-    bias: int | None  # the address of the bias
+    # The address of the weight.
+    weight: int
+    # The size of the weight.
+    nbytes: int
+    # The address of the bias.
+    bias: int | None
 
     def layer(self, module: Module) -> Any:
         return (module._modules if self.owner is None else self.owner).get(self.name)
@@ -63,8 +68,10 @@ class WeightGroup:
     # Whether only an overlay's forward uses groups of this kind.
     only_in_overlays = False
 
-    names: tuple[str, ...] = ()  # the names of the layers
-    sizes: tuple[int, ...] = ()  # N_1, N_2, …
+    # The names of the layers.
+    names: tuple[str, ...] = ()
+    # N_1, N_2, …
+    sizes: tuple[int, ...] = ()
     parts: tuple[Part, ...] = ()
     plain = False
     # Whether `unchanged` is part of the check.

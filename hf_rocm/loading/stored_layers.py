@@ -28,7 +28,8 @@ class Later(NamedTuple):
 
     layer: StoredLayer
     name: str
-    full: str  # its name in the checkpoint
+    # Its name in the checkpoint.
+    full: str
     entry: Entry
 
     def load(self) -> None:

@@ -70,17 +70,22 @@ class Binding:
         """old_name: whether stock, unlike the replacement, calls the cache `past_key_value` (transformers < 4.56)."""
         self.cls, self.stock, self.replacement = cls, stock, replacement
         self.fuses, self.experts, self.first, self.old_name = fuses, experts, first, old_name
-        self.layer: object = None  # the declared layer, if the replacement is its forward
-        self.home: dict[str, Any] = {}  # the namespace of the overlay's text
-        self.places: tuple[str, ...] = ()  # the stock names of arguments that a declared layer takes by position
-        self.takes_fused = False  # whether the replacement has the argument `fused`
+        # The declared layer, if the replacement is its forward.
+        self.layer: object = None
+        # The namespace of the overlay's text.
+        self.home: dict[str, Any] = {}
+        # The stock names of arguments that a declared layer takes by position.
+        self.places: tuple[str, ...] = ()
+        # Whether the replacement has the argument `fused`.
+        self.takes_fused = False
         # A block that binds nothing does not need these modules.
         from hf_rocm.overlay.dependencies import of_function
         from hf_rocm.overlay.replacements import Watch
 
         dependencies = of_function(stock, cls)
         self.registries = dependencies.registries
-        self.methods = dependencies.methods  # methods that stock calls and that an instance may override
+        # Methods that stock calls and that an instance may override.
+        self.methods = dependencies.methods
         self.watch = Watch(dependencies.references) if dependencies.references else None
         self.change = Change(cls, "forward", partial(_dispatcher, self))
         self.dispatcher: Forward = self.change.replacement

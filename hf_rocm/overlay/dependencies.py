@@ -28,7 +28,8 @@ class Reference(NamedTuple):
 
     holder: Any
     name: str
-    registry: str | None = None  # the registry's name
+    # The registry's name.
+    registry: str | None = None
 
     def value(self) -> Any:
         if is_mapping(self.holder):
@@ -63,7 +64,8 @@ class Registry(NamedTuple):
 
     name: str
     mapping: Any
-    default: tuple[Reference, ...]  # the references that are called if the registry is not used or has no such entry
+    # The references that are called if the registry is not used or has no such entry.
+    default: tuple[Reference, ...]
 
     def keys(self) -> set[str]:
         """The existing keys and, for an interface with `get_interface`, `eager`, which may be added."""

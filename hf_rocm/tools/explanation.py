@@ -23,15 +23,18 @@ class Part:
 
     cls: str
     model: str
-    delivery: str  # `installed` or `in memory`
+    # `installed` or `in memory`.
+    delivery: str
     instances: int
     active: int
     group: tuple[str, ...] = ()
     fused: int = 0
-    not_fused: dict[str, int] = field(default_factory=dict)  # reason → instances
+    # Reason → instances.
+    not_fused: dict[str, int] = field(default_factory=dict)
     joined: tuple[str, ...] = ()
     gradients: bool = False
-    stayed_stock: dict[str, int] = field(default_factory=dict)  # reason at the last call → instances
+    # Reason at the last call → instances.
+    stayed_stock: dict[str, int] = field(default_factory=dict)
     stock_because: str | None = None
     theirs: int = 0
 
@@ -44,7 +47,8 @@ class Kernel:
     situation: str
     tier: str
     kernel: str
-    refused: tuple[tuple[str, str], ...]  # (tier/kernel, reason)
+    # (tier/kernel, reason).
+    refused: tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,8 @@ class Facts:
     tuning: Tuning | None = None
     linears: tuple[str, ...] = ()
     quantized: str | None = None
-    not_quantized: dict[str, int] = field(default_factory=dict)  # reason → layers that are not quantised
+    # Reason → layers that are not quantised.
+    not_quantized: dict[str, int] = field(default_factory=dict)
     decoding: tuple[str, ...] = ()
     forwards: tuple[str, ...] = ()
     stock: tuple[Stock, ...] = ()

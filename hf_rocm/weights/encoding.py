@@ -37,8 +37,10 @@ class QuantizedWeight(nn.Module):
     step = 1
     # The number of rows that share their scales.
     per_scale = 1
-    code: str | None = None  # the name of the table of 4-bit numbers
-    experts: type[Any] | None = None  # the class that replaces stacked experts; None if they keep their dtype
+    # The name of the table of 4-bit numbers.
+    code: str | None = None
+    # The class that replaces stacked experts; None if they keep their dtype.
+    experts: type[Any] | None = None
     # Whether x is rounded too, except in calls for which `keeps_input` returns True.
     rounds = False
 

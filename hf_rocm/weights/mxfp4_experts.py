@@ -22,7 +22,8 @@ class Mxfp4Experts(nn.Module):
     """Replaces a module that transformers calls with rows, the ids of their experts, and routing weights."""
 
     dtype: torch.dtype
-    activation: str  # activation, limit and alpha: as in `ops.experts`
+    # Activation, limit and alpha: as in `ops.experts`.
+    activation: str
     limit: float
     alpha: float
     # Whether the input is moved to this layer's device, as accelerate did for the replaced module.

@@ -23,7 +23,8 @@ class Gain(NamedTuple):
     aiter: str
     dtype: torch.dtype
     multiple: int
-    rows: int  # the smallest number of rows for which there is a gain
+    # The smallest number of rows for which there is a gain.
+    rows: int
     source: str
 
 

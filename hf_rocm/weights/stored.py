@@ -60,9 +60,12 @@ class Expected(NamedTuple):
 class StoredFormat:
     """The format of every quantised layer of a checkpoint."""
 
-    marker: ClassVar[str]  # the name of a tensor that every quantised layer has
-    bulk: ClassVar[tuple[str, ...]]  # the large tensors of a layer
-    plain: ClassVar[tuple[str, ...]] = ("bias",)  # the tensors that stay parameters in the dtype of the model
+    # The name of a tensor that every quantised layer has.
+    marker: ClassVar[str]
+    # The large tensors of a layer.
+    bulk: ClassVar[tuple[str, ...]]
+    # The tensors that stay parameters in the dtype of the model.
+    plain: ClassVar[tuple[str, ...]] = ("bias",)
 
     @classmethod
     def split(cls, name: str) -> tuple[str, str]:
@@ -126,7 +129,8 @@ class EightBitFormat(LinearFormat):
     """
 
     bulk = ("weight",)
-    one: ClassVar[tuple[tuple[int, ...], ...]] = ((1,), ())  # the shapes of a single number
+    # The shapes of a single number.
+    one: ClassVar[tuple[tuple[int, ...], ...]] = ((1,), ())
     scale_dtypes: ClassVar[tuple[torch.dtype, ...]] = SCALES
     library: str
     format: torch.dtype
@@ -184,9 +188,12 @@ def _blocks(n: int, k: int) -> tuple[int, int]:
 class FourBitFormat(LinearFormat):
     """4-bit numbers with one scale per group of `group` numbers in a row, or per row if `group` is -1."""
 
-    scales: ClassVar[str]  # the name of the scales
-    zero_points: ClassVar[str]  # the name of the zero points, which may be absent
-    shared: ClassVar[tuple[str, ...]] = ()  # tensors that must be equal in layers that are joined
+    # The name of the scales.
+    scales: ClassVar[str]
+    # The name of the zero points, which may be absent.
+    zero_points: ClassVar[str]
+    # Tensors that must be equal in layers that are joined.
+    shared: ClassVar[tuple[str, ...]] = ()
     library: str
     group: int
 

@@ -75,7 +75,8 @@ class _Reader:
         self.attention = Attention(cls.name, kept, defaults, cache)
         self.cls, self.forward, self.x = cls, forward, names[0]
         self.values: dict[str, object] = {self.x: "x"}
-        self.texts: dict[str, str] = {}  # shapes and sizes, by variable name
+        # Shapes and sizes, by variable name.
+        self.texts: dict[str, str] = {}
 
     def read(self) -> Attention:
         for statement in self.forward.body:

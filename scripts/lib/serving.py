@@ -57,8 +57,10 @@ class Side(NamedTuple):
 class Outcome(NamedTuple):
     stock: Side
     prepared: Side
-    same: float  # the fraction of tokens that precede the first different token of their request
-    spread: float  # the standard deviation of the logits of the last checked request
+    # The fraction of tokens that precede the first different token of their request.
+    same: float
+    # The standard deviation of the logits of the last checked request.
+    spread: float
 
     @property
     def wrong(self) -> bool:

@@ -66,7 +66,8 @@ class Faults:
         self.codes: dict[str, Code] = {}
         self.reached: dict[str, set[int]] = {}
         self.executed: dict[str, int] = {}
-        self.cases: dict[str, dict[int, int]] = {}  # variant: {case: number of executed instructions}
+        # Variant: {case: number of executed instructions}.
+        self.cases: dict[str, dict[int, int]] = {}
         self.launches: dict[str, list[RecordedLaunch]] = {}
         self.current = 0
 

@@ -50,10 +50,14 @@ class Case:
     until: str = "99"
     kind: str = "text"
     experts: Mapping[str, str] = field(default_factory=dict)
-    experts_stay_stock: bool = False  # a mixture-of-experts model whose experts stay stock
-    seed: int = 0  # added to the seed of the random weights
-    image_tokens: int = 16  # tokens per image of 16 × 16 pixels, for kind "image and text"
-    variant: str = ""  # the name of a further configuration of the same overlay
+    # A mixture-of-experts model whose experts stay stock.
+    experts_stay_stock: bool = False
+    # Added to the seed of the random weights.
+    seed: int = 0
+    # Tokens per image of 16 × 16 pixels, for kind "image and text".
+    image_tokens: int = 16
+    # The name of a further configuration of the same overlay.
+    variant: str = ""
     # scenarios that are skipped because stock itself can't run them, with the reason
     unsupported_by_stock: Mapping[str, str] = field(default_factory=dict)
 

@@ -34,7 +34,8 @@ class AttentionSpec(NamedTuple):
     mask: torch.dtype | None
     grad: bool
     weights: bool
-    few_queries: bool = False  # 1 < S_q ≤ FEW_QUERIES, S_q < S_k
+    # 1 < S_q ≤ FEW_QUERIES, S_q < S_k.
+    few_queries: bool = False
 
 
 class AttentionTerms(TypedDict):
@@ -145,10 +146,12 @@ class AttendIntoCacheSpec(NamedTuple):
     head_dim: int
     value_dim: int
     rotated: int
-    shared: bool  # one table of angles for the whole batch
+    # One table of angles for the whole batch.
+    shared: bool
     # cos and sin contain each angle once.
     once: bool
-    norm_dtype: torch.dtype | None  # the dtype of the norms' weights
+    # The dtype of the norms' weights.
+    norm_dtype: torch.dtype | None
     one_plus: bool
     softcap: bool
     sinks: bool

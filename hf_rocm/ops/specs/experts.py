@@ -23,8 +23,10 @@ class ExpertsSpec(NamedTuple):
     transposed: bool
     interleaved: bool
     weigh_input: bool
-    contiguous: bool  # whether both weights are contiguous
-    pairs: int  # token-expert pairs, rounded up to the next bound of the operation; `moe.MANY` above the largest bound
+    # Whether both weights are contiguous.
+    contiguous: bool
+    # token-expert pairs, rounded up to the next bound of the operation; `moe.MANY` above the largest bound.
+    pairs: int
     traced: bool
     grad: bool
 

@@ -19,9 +19,11 @@ class LinearSpec(NamedTuple):
     n: int
     k: int
     bias_dtype: torch.dtype | None
-    contiguous: bool  # whether the weight is contiguous
+    # Whether the weight is contiguous.
+    contiguous: bool
     grad: bool
-    rows: int = MANY  # M rounded up to a power of two, or MANY
+    # M rounded up to a power of two, or MANY.
+    rows: int = MANY
 
 
 class FusedLinearSpec(NamedTuple):
@@ -37,10 +39,12 @@ class FusedLinearSpec(NamedTuple):
     n: int
     k: int
     bias_dtype: torch.dtype | None
-    contiguous: bool  # whether the weight is contiguous
+    # Whether the weight is contiguous.
+    contiguous: bool
     norm_dtype: torch.dtype | None
     one_plus: bool
     activation: str | None
     residual: bool
     grad: bool
-    rows: int  # as in LinearSpec
+    # As in LinearSpec.
+    rows: int

@@ -98,7 +98,8 @@ class RopeSpec(NamedTuple):
     head_dim: int
     rotated: int
     interleaved: bool
-    shared: bool  # one table of angles for the whole batch
+    # One table of angles for the whole batch.
+    shared: bool
     grad: bool
 
 
@@ -115,10 +116,13 @@ class RopeIntoCacheSpec(NamedTuple):
     value_dim: int
     rotated: int
     interleaved: bool
-    shared: bool  # one table of angles for the whole batch
+    # One table of angles for the whole batch.
+    shared: bool
     counted: bool
-    one: bool  # a single token
+    # A single token.
+    one: bool
     once: bool
-    norm_dtype: torch.dtype | None  # the dtype of the norms' weights
+    # The dtype of the norms' weights.
+    norm_dtype: torch.dtype | None
     one_plus: bool
     grad: bool

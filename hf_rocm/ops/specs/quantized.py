@@ -21,8 +21,10 @@ _AT_ONCE = 2**24
 class QuantizedSpec(NamedTuple):
     """The specification of `quantized_linear`. k, n: a GEMM of [M, K] by [N, K]ᵀ."""
 
-    dtype: torch.dtype  # the dtype of x
-    format: torch.dtype  # the dtype of the weight
+    # The dtype of x.
+    dtype: torch.dtype
+    # The dtype of the weight.
+    format: torch.dtype
     device: torch.device
     n: int
     k: int
@@ -36,11 +38,16 @@ class QuantizedSpec(NamedTuple):
     one_plus: bool = False
     activation: str | None = None
     residual: bool = False
-    rows: int = MANY  # M rounded up to a power of two, or MANY; MANY if x is rounded
-    scale_dtype: torch.dtype | None = None  # the dtype of the groups' scales; None: bf16
-    zeros: bool = False  # whether groups have zero points
-    code: str | None = None  # the table of 4-bit numbers, see `ops.four_bit`; None: integers
-    order: bool = False  # whether the columns of x are reordered
+    # M rounded up to a power of two, or MANY; MANY if x is rounded.
+    rows: int = MANY
+    # The dtype of the groups' scales; None: bf16.
+    scale_dtype: torch.dtype | None = None
+    # Whether groups have zero points.
+    zeros: bool = False
+    # The table of 4-bit numbers, see `ops.four_bit`; None: integers.
+    code: str | None = None
+    # Whether the columns of x are reordered.
+    order: bool = False
 
     @property
     def grad(self) -> bool:

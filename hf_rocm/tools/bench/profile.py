@@ -41,10 +41,12 @@ class Profile(NamedTuple):
 
     title: str
     steps: int
-    kernels: dict[str, tuple[int, float]]  # name → runs and µs, over all steps
+    # Name → runs and µs, over all steps.
+    kernels: dict[str, tuple[int, float]]
     busy: float
     span: float
-    gaps: tuple[tuple[float, str], ...]  # the longest gaps between kernels in µs, with the kernels that follow them
+    # The longest gaps between kernels in µs, with the kernels that follow them.
+    gaps: tuple[tuple[float, str], ...]
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return table rows for the kernels that take most of the time."""

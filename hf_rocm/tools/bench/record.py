@@ -41,11 +41,13 @@ class Segment:
     model: dict[str, Any]
     rates: Rates | None
     rounds: int
-    missing: dict[str, str] = field(default_factory=dict)  # unavailable side → reason
+    # Unavailable side → reason.
+    missing: dict[str, str] = field(default_factory=dict)
     results: tuple[Result, ...] = ()
     kernels: tuple[dict[str, Any], ...] = ()
     starts: tuple[dict[str, Any], ...] = ()
-    parallel: dict[str, Any] | None = None  # for several ranks: their number, interconnect and collectives
+    # For several ranks: their number, interconnect and collectives.
+    parallel: dict[str, Any] | None = None
     # for `bench serve`: the server's command, parity, `explain`'s sentences about batches and recorded steps, and the
     # figures of cases
     serving: dict[str, Any] | None = None

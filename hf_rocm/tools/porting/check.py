@@ -134,7 +134,8 @@ class _Silenced:
 
     def __init__(self, text: str) -> None:
         self._lines = text.splitlines()
-        self._rules: dict[int, frozenset[str] | None] = {}  # line → suppressed rules; None: all rules
+        # Line → suppressed rules; None: all rules.
+        self._rules: dict[int, frozenset[str] | None] = {}
 
     def has(self, place: Place) -> bool:
         if place.line not in self._rules:

@@ -61,11 +61,14 @@ class Module:
     """A parsed file. Raises SyntaxError, or ValueError for null bytes on some versions of Python."""
 
     text: str
-    names: dict[str, str] = field(default_factory=dict)  # local name → dotted name
+    # Local name → dotted name.
+    names: dict[str, str] = field(default_factory=dict)
     contexts: dict[ast.AST, Context] = field(default_factory=dict)
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
-    _values: dict[tuple[ast.AST | None, str], ast.expr] = field(default_factory=dict)  # last value by function and name
-    _helpers: dict[str, bool] = field(default_factory=dict)  # private function → whether every call is guarded
+    # Last value by function and name.
+    _values: dict[tuple[ast.AST | None, str], ast.expr] = field(default_factory=dict)
+    # Private function → whether every call is guarded.
+    _helpers: dict[str, bool] = field(default_factory=dict)
     _words: dict[ast.AST, frozenset[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

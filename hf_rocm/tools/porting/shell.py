@@ -92,8 +92,10 @@ class _Blocks:
     def __init__(self) -> None:
         # whether each enclosing block tests the platform, outermost first; a guard covers nested blocks
         self._guards = [False]
-        self._testing = False  # whether the parser is between `if` and `then`
-        self._listed = False  # whether a test of the platform precedes the command in an `&&` list
+        # Whether the parser is between `if` and `then`.
+        self._testing = False
+        # Whether a test of the platform precedes the command in an `&&` list.
+        self._listed = False
 
     def read(self, line: int, words: list[str], separator: str, *, tolerated: bool) -> Command | None:
         """Return the command in these words, or None if they contain no command (for example, only a keyword)."""

@@ -62,7 +62,8 @@ class Inventory:
 
     machine: dict[str, str]
     tables: list[Listed] = field(default_factory=list)
-    recordings: list[tuple[str, Path]] = field(default_factory=list)  # model, file
+    # Model, file.
+    recordings: list[tuple[str, Path]] = field(default_factory=list)
     errors: list[HfRocmError] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:

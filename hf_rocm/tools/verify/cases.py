@@ -53,7 +53,8 @@ class Case:
     steps: tuple[Step, ...]
     cache: str | None = None
     window: int | None = None
-    further: dict[str, Tensor] = field(default_factory=dict)  # additional arguments of every call
+    # Additional arguments of every call.
+    further: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def title(self) -> str:

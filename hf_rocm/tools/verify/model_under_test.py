@@ -47,7 +47,8 @@ class Subject:
         from hf_rocm.generation.decide import generator_of
 
         self.model = model
-        self.generator: Any = generator_of(model)  # the model whose steps are recorded
+        # The model whose steps are recorded.
+        self.generator: Any = generator_of(model)
         self.config: Any = model.config
         self.device = first.device
         self.dtype = first.dtype

@@ -39,13 +39,16 @@ class Recorder:
         self, blocks: dict[str, nn.Module], outside: dict[str, nn.Module], *, inside: set[str], rotary: bool = False
     ) -> None:
         self._blocks, self._outside, self._inside, self._rotary = blocks, outside, inside, rotary
-        self._stack: list[tuple[str, str, nn.Module]] = []  # (layer, path inside it, module)
-        self._values: list[Tensor | None] = []  # the layer's input and its modules' results, not recorded as inputs
+        # (layer, path inside it, module).
+        self._stack: list[tuple[str, str, nn.Module]] = []
+        # The layer's input and its modules' results, not recorded as inputs.
+        self._values: list[Tensor | None] = []
         self.keeps: tuple[Tensor, ...] = ()
         self.forced: dict[str, Tensor] = {}
         self.points: dict[str, dict[str, Tensor]] = {}
         self.inputs: dict[str, Tensor] = {}
-        self.ran: dict[tuple[str, str], set[str]] = {}  # (layer, path) → hf_rocm's operations that ran in it
+        # (layer, path) → hf_rocm's operations that ran in it.
+        self.ran: dict[tuple[str, str], set[str]] = {}
 
     def begin(self, keeps: tuple[Tensor, ...], forced: dict[str, Tensor] | None = None) -> None:
         self.keeps, self.forced, self.points, self.inputs = keeps, forced or {}, {}, {}

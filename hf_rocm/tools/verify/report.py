@@ -34,7 +34,8 @@ class Verification:
     machine: dict[str, str]
     checks: tuple[Check, ...]
     layers: tuple[LayerError, ...]
-    tiers: dict[str, str]  # operation → tiers and kernels that served it
+    # Operation → tiers and kernels that served it.
+    tiers: dict[str, str]
     seconds: float
 
     @property

@@ -31,7 +31,8 @@ class Compiling:
 
     instruction: Instruction
     target: Target
-    machine: Any  # the `Environment` with memory, LDS and scratch; None for steps that programs share
+    # The `Environment` with memory, LDS and scratch; None for steps that programs share.
+    machine: Any
     index: int
     taken: set[str] = field(default_factory=set)
 

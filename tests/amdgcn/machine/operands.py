@@ -61,8 +61,10 @@ class Operand:
     kind: str
     register: int = 0
     count: int = 1
-    value: int = 0  # an integer constant, or the bits of a floating-point constant as a float32
-    number: float | None = None  # the value of a floating-point constant
+    # An integer constant, or the bits of a floating-point constant as a float32.
+    value: int = 0
+    # The value of a floating-point constant.
+    number: float | None = None
     negate: bool = False
     absolute: bool = False
 

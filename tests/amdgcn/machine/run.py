@@ -81,7 +81,8 @@ class Launch:
         self.random = np.random.default_rng(seed)
         self.preloads = bool(program.source.entry) and bool(self.random.integers(2))
         self.texts = [instruction.text for instruction in program.instructions]
-        self.reached = np.zeros(len(program.steps) + 1, np.int64)  # +1 where execution starts, -1 after its end
+        # +1 where execution starts, -1 after its end.
+        self.reached = np.zeros(len(program.steps) + 1, np.int64)
         self.report = Report()
 
     def run(self) -> Report:

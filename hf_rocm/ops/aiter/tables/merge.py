@@ -29,9 +29,12 @@ class Share:
     role: str
     path: Path
     taken: int = 0
-    repeated: int = 0  # rows whose shape was already merged
-    elsewhere: int = 0  # rows for another GPU
-    failed: int = 0  # rows for which the tuner found no kernel
+    # Rows whose shape was already merged.
+    repeated: int = 0
+    # Rows for another GPU.
+    elsewhere: int = 0
+    # Rows for which the tuner found no kernel.
+    failed: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.__dict__, "path": str(self.path)}

@@ -36,10 +36,12 @@ def load_table(table, BYTE: tl.constexpr):
 def coded(
     words,
     half,
-    low,  # the first byte of the numbers of codes 0 … 7
-    low_end,  # and of 8 … 15
-    high,  # the second byte of the numbers of codes 0 … 7
-    high_end,  # and of 8 … 15
+    # The first bytes of the numbers of codes 0 … 7 and of codes 8 … 15.
+    low,
+    low_end,
+    # Their second bytes.
+    high,
+    high_end,
     SIGNED: tl.constexpr,
     SELECT: tl.constexpr,
 ):

@@ -30,7 +30,8 @@ def decode_kernel(
     query,  # [B, H, S_q, D]
     key,  # [B, Hkv, S, D]; in pages [P, Hkv, PAGE, D]
     value,  # [B, Hkv, S, D_v]; in pages [P, Hkv, PAGE, D_v]
-    output,  # if ALONE the result, [B, S_q, H, D_v]; else fp32, for `gather_kernel`
+    # If ALONE the result, [B, S_q, H, D_v]; else fp32, for `gather_kernel`.
+    output,
     lengths,  # [B] or [1], or None: S keys
     starts,  # [B] or None
     mask,  # [B | 1, H | 1, S_q | 1, 1 | ≥ S] or None
@@ -59,13 +60,13 @@ def decode_kernel(
     value_b,
     value_h,
     value_s,
-    mask_b,  # None without a mask
+    mask_b,
     mask_h,
     mask_q,
     mask_k,
     length_b,  # 0: one length for all
-    table_b,  # None without a table
-    new_key_b,  # None without a new key
+    table_b,
+    new_key_b,
     new_key_h,
     new_key_s,
     new_value_b,
@@ -77,13 +78,19 @@ def decode_kernel(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     ALONE: tl.constexpr,  # one split
-    CAUSAL: tl.constexpr,  # there are several queries, and the last one attends to all keys
-    PAGE: tl.constexpr,  # keys of a page, or None
-    HIDDEN: tl.constexpr,  # values up to this one in an additive mask hide a key; None: the mask is bool or absent
+    # There are several queries, and the last one attends to all keys.
+    CAUSAL: tl.constexpr,
+    # Keys of a page, or None.
+    PAGE: tl.constexpr,
+    # Values up to this one in an additive mask hide a key; None: the mask is bool or absent.
+    HIDDEN: tl.constexpr,
     PRECISION: tl.constexpr,
-    ROTATED: tl.constexpr,  # the number of dims that are rotated; None without a new key
-    ONE_PLUS: tl.constexpr,  # the norms multiply by (1 + w)
-    ONCE: tl.constexpr,  # cos and sin contain each angle once
+    # The number of dims that are rotated; None without a new key.
+    ROTATED: tl.constexpr,
+    # The norms multiply by (1 + w).
+    ONE_PLUS: tl.constexpr,
+    # Cos and sin contain each angle once.
+    ONCE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -306,8 +313,7 @@ def _attend(
 ) -> Iterator[Build]:
     """Builds for CDNA and RDNA, whose blocks differ.
 
-    rotated: the number of rotated dims of new keys; None: no new keys. omitted: architectures on which these
-    calls are refused.
+    rotated: the number of rotated dims of new keys; None: no new keys. omitted: architectures that refuse these calls.
     """
     numbers = ("query_b", "query_h", "query_s", "key_b", "key_h", "key_s", "value_b", "value_h", "value_s")
     mask_strides = ("mask_b", "mask_h", "mask_q", "mask_k")
@@ -327,8 +333,7 @@ def _attend(
         "softcap": not softcap,
         "starts": not starts,
         "sinks": not alone,
-        "table": page is None,
-        "table_b": page is None,
+        **dict.fromkeys(("table", "table_b"), page is None),
         **dict.fromkeys(("mask", *mask_strides), mask is None),
         **dict.fromkeys((*new_tensors, "place", *new_strides, "query_eps", "key_eps"), rotated is None),
         **dict.fromkeys(weights, not norms),
@@ -385,7 +390,6 @@ BUILDS = (
     *_attend(64, 8, page=256, starts=False, alone=True),
     # Steps with the rotation and the cache.
     *_attend(128, 4, rotated=128),
-    # Steps of several tokens, with drafts.
     *_attend(128, 4, queries=6, rotated=128, norms=True),
     *_attend(256, 2, queries=6, rotated=256, window=True, norms=True, one_plus=True, omitted=GFX11),
     *_attend(128, 4, rotated=128, starts=False, norms=True),  # Qwen3

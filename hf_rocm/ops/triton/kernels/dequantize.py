@@ -19,7 +19,8 @@ def dequantize_eight(
     scale,  # [N] fp32, or [⌈N / GROUP⌉, ⌈K / GROUP⌉]
     out,  # [N, K]
     k_size,
-    GROUP: tl.constexpr,  # rows and columns that share a scale; 0: each row has one scale
+    # Rows and columns that share a scale; 0: each row has one scale.
+    GROUP: tl.constexpr,
     SELECT: tl.constexpr,  # see `eight_bit.to_fp32`
     BLOCK: tl.constexpr,
 ):
@@ -41,18 +42,24 @@ def dequantize_eight(
 def dequantize_four(
     weight,  # [N, K / 8] int32, see `ops.four_bit`
     scale,  # [N, K / GROUP], or [N, 1] if STEP is 0
-    zeros,  # of scale's shape, uint8, or None
-    table,  # as in `four_bit_vector`, but in fp32
+    # Of scale's shape, uint8, or None.
+    zeros,
+    # As in `four_bit_vector`, but in fp32.
+    table,
     nested_code,
     nested_factors,
     out,  # [N, K]
     k_words,  # K / 8
     SIGNED: tl.constexpr,  # see `coded`
     SELECT: tl.constexpr,
-    GROUP: tl.constexpr,  # numbers that share a scale
-    STEP: tl.constexpr,  # 0 if each row has one scale, else 1
-    RUN: tl.constexpr,  # the length of a run
-    BLOCKS: tl.constexpr,  # the number of blocks, of 8 runs each, that are loaded at once
+    # Numbers that share a scale.
+    GROUP: tl.constexpr,
+    # 0 if each row has one scale, else 1.
+    STEP: tl.constexpr,
+    # The length of a run.
+    RUN: tl.constexpr,
+    # The number of blocks, of 8 runs each, that are loaded at once.
+    BLOCKS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     block = (tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS))[:, None]

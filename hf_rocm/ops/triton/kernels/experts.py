@@ -34,7 +34,8 @@ def chosen_gate_up(
     TRANSPOSED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WEIGH_INPUT: tl.constexpr,
-    EVEN: tl.constexpr,  # I and H multiples of the blocks
+    # I and H multiples of the blocks.
+    EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -89,8 +90,10 @@ def chosen_down(
     TOP_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     WEIGH_INPUT: tl.constexpr,
-    EVEN: tl.constexpr,  # H and I multiples of the blocks
-    BLOCK_E: tl.constexpr,  # a divisor of TOP_K
+    # H and I multiples of the blocks.
+    EVEN: tl.constexpr,
+    # A divisor of TOP_K.
+    BLOCK_E: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -128,12 +131,15 @@ def chosen_down(
 @triton.jit
 def _accumulate(
     sums,  # [..., N, BLOCK_K]
-    x,  # addresses [..., 1, BLOCK_K]
-    weight,  # addresses, in the shape of sums
+    # Addresses [..., 1, BLOCK_K].
+    x,
+    # Addresses, in the shape of sums.
+    weight,
     k,
     valid,
     k_size,
-    stride,  # the stride of the weight along K
+    # The stride of the weight along K.
+    stride,
     scale,
     SCALED: tl.constexpr,
     EVEN: tl.constexpr,

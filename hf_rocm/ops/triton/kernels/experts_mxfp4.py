@@ -107,7 +107,8 @@ def mxfp4_down(
 @triton.jit
 def _accumulate(
     sums,  # [BLOCKS, …, N, 4]
-    x,  # addresses of inputs [8, K / 8]: a scalar, or [1, …, 1, 1]
+    # Addresses of inputs [8, K / 8]: a scalar, or [1, …, 1, 1].
+    x,
     words,
     scale,
     rows,  # [1, …, N, 1]: the first block of each row

@@ -33,7 +33,8 @@ def flash_kernel(
     scale,
     softcap,  # or None
     sequences,
-    span,  # a power of 2, at least half the number of sequences
+    # A power of 2, at least half the number of sequences.
+    span,
     queries,  # S_q, if dense
     keys,  # S_k, if dense
     window,  # or None

@@ -40,27 +40,38 @@ def four_bit_vector(
     x,  # [1, K]
     weight,  # [N, K / 8] int32, with a gate [2N, K / 8]
     scale,  # [N, K / GROUP], with a gate [2N, K / GROUP]; if STEP is 0, [N, 1] or [2N, 1]
-    zeros,  # of scale's shape, uint8: the stored numbers that represent 0; None: 8
-    table,  # the bytes of the 16 numbers of a code in fp16, see `load_table`; None: integers
+    # Of scale's shape, uint8: the stored numbers that represent 0; None: 8.
+    zeros,
+    # The bytes of the 16 numbers of a code in fp16, see `load_table`; None: integers.
+    table,
     nested_code,  # [256] fp32, the table by which uint8 scales are decoded, or None
     nested_factors,  # [⌈scales / 256⌉, 2] fp32, see `ops.four_bit.Nested`, or None
-    bias,  # one for each row of weight, or None
+    # One for each row of weight, or None.
+    bias,
     residual,  # [1, N] or None
     out,  # [1, N]
     m_size,
     n_size,
     k_words,  # K / 8
-    pattern,  # the bits of 1.0, or 0x0F0F0F0F with BYTES
-    ACTIVATION: tl.constexpr,  # the activation of the gate, or None
+    # The bits of 1.0, or 0x0F0F0F0F with BYTES.
+    pattern,
+    # The activation of the gate, or None.
+    ACTIVATION: tl.constexpr,
     SIGNED: tl.constexpr,  # see `coded`
     SELECT: tl.constexpr,
-    EVEN: tl.constexpr,  # K is a multiple of BLOCKS · 8 · RUN
-    GROUP: tl.constexpr,  # numbers that share a scale
-    STEP: tl.constexpr,  # 0 if each row has one scale, else 1
-    RUN: tl.constexpr,  # the length of a run
-    BYTES: tl.constexpr,  # whether the GPU converts any byte of a register to a float in one instruction, as AMD's do
+    # K is a multiple of BLOCKS · 8 · RUN.
+    EVEN: tl.constexpr,
+    # Numbers that share a scale.
+    GROUP: tl.constexpr,
+    # 0 if each row has one scale, else 1.
+    STEP: tl.constexpr,
+    # The length of a run.
+    RUN: tl.constexpr,
+    # Whether the GPU converts any byte of a register to a float in one instruction, as AMD's do.
+    BYTES: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCKS: tl.constexpr,  # the number of blocks, of 8 runs each, that are loaded at once
+    # The number of blocks, of 8 runs each, that are loaded at once.
+    BLOCKS: tl.constexpr,
 ):
     """Compute BLOCK_N columns of the result for one row by multiplying and summing.
 

@@ -16,15 +16,18 @@ _NVIDIA = tl.constexpr(NVIDIA)
 @triton.jit
 def four_bit_rows(
     x,  # [M, K]
-    weight,  # this and the following arguments are as in `four_bit_vector`, but residual and out are [M, N]
+    # This and the following arguments are as in `four_bit_vector`, but residual and out are [M, N].
+    weight,
     scale,
     zeros,
-    table,  # as in `four_bit_vector`, but in the dtype of x
+    # As in `four_bit_vector`, but in the dtype of x.
+    table,
     nested_code,
     nested_factors,
     bias,
     residual,
-    out,  # if PARTS is more than 1, [PARTS, M, N] in fp32
+    # If PARTS is more than 1, [PARTS, M, N] in fp32.
+    out,
     m_size,
     n_size,
     k_words,
@@ -32,12 +35,15 @@ def four_bit_rows(
     ACTIVATION: tl.constexpr,
     SIGNED: tl.constexpr,
     SELECT: tl.constexpr,
-    EVEN: tl.constexpr,  # K is a multiple of SPLITS · 8 · RUN
+    # K is a multiple of SPLITS · 8 · RUN.
+    EVEN: tl.constexpr,
     GROUP: tl.constexpr,
     STEP: tl.constexpr,
     RUN: tl.constexpr,
-    SUBTRACTS: tl.constexpr,  # whether the number that represents 0 is subtracted before `tl.dot`
-    UNROLLED: tl.constexpr,  # whether the loop over the groups of a block, or over its halves, is unrolled
+    # Whether the number that represents 0 is subtracted before `tl.dot`.
+    SUBTRACTS: tl.constexpr,
+    # Whether the loop over the groups of a block, or over its halves, is unrolled.
+    UNROLLED: tl.constexpr,
     PARTS: tl.constexpr,  # as in `few_rows`
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,

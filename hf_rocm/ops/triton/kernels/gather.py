@@ -14,7 +14,8 @@ def gather_kernel(
     sums,  # [R, splits, D_v] fp32, followed by the largest scores and the sums of exponentials, both [R, splits]
     sinks,  # [H] or None
     output,  # [R, D_v]
-    heads,  # row r belongs to head r % H
+    # Row r belongs to head r % H.
+    heads,
     splits,
     VALUE_DIM: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -23,8 +23,10 @@ from hf_rocm.ops.triton.tiles import eight_bit_tile, linear_tile
 def matrix_vector(
     x,  # [1, K]
     weight,  # [N, K], with a gate [2N, K]
-    scale,  # fp32, one for each row of weight, or for each block of GROUP × GROUP; or None
-    bias,  # one for each row of weight, or None
+    # fp32, one for each row of weight, or for each block of GROUP × GROUP; or None.
+    scale,
+    # One for each row of weight, or None.
+    bias,
     residual,  # [1, N] or None
     out,  # [1, N]
     m_size,
@@ -32,11 +34,15 @@ def matrix_vector(
     k_size,
     norm_weight,  # [K], the weight of the RMS norm of x, or None
     eps,
-    ACTIVATION: tl.constexpr,  # the activation of the gate, or None
-    EVEN: tl.constexpr,  # K is a multiple of BLOCK_K
-    GROUP: tl.constexpr,  # rows and columns of weight that share a scale, a multiple of BLOCK_N; 0: one per row or none
+    # The activation of the gate, or None.
+    ACTIVATION: tl.constexpr,
+    # K is a multiple of BLOCK_K.
+    EVEN: tl.constexpr,
+    # Rows and columns of weight that share a scale, a multiple of BLOCK_N; 0: one per row or none.
+    GROUP: tl.constexpr,
     SELECT: tl.constexpr,  # see `eight_bit.to_fp32`
-    ONE_PLUS: tl.constexpr,  # the norm multiplies by (1 + w)
+    # The norm multiplies by (1 + w).
+    ONE_PLUS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -95,7 +101,8 @@ def matrix_vector(
 @triton.jit
 def few_rows(
     x,  # [M, K]
-    weight,  # this and the following arguments are as in `matrix_vector`, but residual and out are [M, N]
+    # This and the following arguments are as in `matrix_vector`, but residual and out are [M, N].
+    weight,
     scale,
     bias,
     residual,
@@ -104,10 +111,12 @@ def few_rows(
     n_size,
     k_size,
     ACTIVATION: tl.constexpr,
-    EVEN: tl.constexpr,  # K is a multiple of SPLITS · BLOCK_K
+    # K is a multiple of SPLITS · BLOCK_K.
+    EVEN: tl.constexpr,
     GROUP: tl.constexpr,  # 0 or BLOCK_K
     SELECT: tl.constexpr,  # see `eight_bit.to_fp32`
-    PARTS: tl.constexpr,  # if more than 1, out is [PARTS, M, N] in fp32, for `sum_parts`
+    # If more than 1, out is [PARTS, M, N] in fp32, for `sum_parts`.
+    PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -158,7 +167,7 @@ def few_rows(
 @triton.jit
 def sum_parts(
     parts,  # [PARTS, M, N] in fp32
-    scale,  # one for each column, or None
+    scale,
     bias,
     residual,
     out,  # [M, N]
@@ -234,7 +243,8 @@ def _multiply_add(
 @triton.jit
 def write_result(
     sums,  # [M, N] in fp32
-    ups,  # the sums of the second half of W if there is a gate
+    # The sums of the second half of W if there is a gate.
+    ups,
     scale,
     bias,
     residual,

@@ -12,15 +12,18 @@ from hf_rocm.ops.triton.builds import Build
 def rms_norm_kernel(
     x,
     residual,  # None: no sum
-    weight,  # None: no norm of the sum
+    # None: no norm of the sum.
+    weight,
     out,
     total,
     rows,
     outer_stride,
-    inner,  # offset of row r: (r // inner) · outer_stride + (r % inner) · inner_stride
+    # Offset of row r: (r // inner) · outer_stride + (r % inner) · inner_stride.
+    inner,
     inner_stride,
     eps,
-    before,  # the weight of a norm of x before the sum, or None
+    # The weight of a norm of x before the sum, or None.
+    before,
     before_eps,
     DIM: tl.constexpr,
     ONE_PLUS: tl.constexpr,
@@ -65,7 +68,8 @@ def layer_norm_kernel(
     weight,
     bias,  # or None
     out,
-    total,  # None: no output of the sum
+    # None: no output of the sum.
+    total,
     rows,
     eps,
     DIM: tl.constexpr,

@@ -15,7 +15,8 @@ def rotary_angles_kernel(
     cos,
     sin,
     rows,
-    length,  # row r is token (r // length, r % length)
+    # Row r is token (r // length, r % length).
+    length,
     batch_stride,
     token_stride,
     scaling,

@@ -20,7 +20,8 @@ def round_rows_kernel(
     out,  # [M, K] int8 or fp8
     scale,  # [M] fp32
     k_size,
-    LARGEST: tl.constexpr,  # the largest number of the format
+    # The largest number of the format.
+    LARGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)

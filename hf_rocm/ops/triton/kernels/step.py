@@ -47,7 +47,8 @@ def begin_kernel(
     SLOTS: tl.constexpr,
     PLACES: tl.constexpr,
     PLACE_SLOTS: tl.constexpr,
-    HIDDEN: tl.constexpr,  # the value of hidden keys in an additive mask; None: the masks are bool
+    # The value of hidden keys in an additive mask; None: the masks are bool.
+    HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Write BLOCK columns of one token's masks; the first programs also write its id, the clock and the places."""
@@ -105,7 +106,8 @@ def _write_mask(mask, line, length, starts, b, window, size, block, HIDDEN: tl.c
 @triton.jit
 def logits_kernel(
     logits,  # [R, V]
-    words,  # the same bits as W integers
+    # The same bits as W integers.
+    words,
     out,  # [R, V]
     largest,  # [R, PARTS] int64, packed
     sums,  # [R, PARTS] int64
@@ -161,7 +163,8 @@ def logits_kernel(
 
 @triton.jit
 def finish_kernel(
-    largest,  # this argument and the next three are as in `logits_kernel`
+    # This argument and the next three are as in `logits_kernel`.
+    largest,
     sums,
     wrong,
     exponentials,

@@ -126,7 +126,8 @@ class _Sources:
         for index in uv.get("index", ()) if isinstance(uv.get("index"), list) else ():
             if isinstance(index, dict):
                 self._indexes.setdefault(str(index.get("url")), []).append(index)
-        self._unconditional: set[object] = set()  # names of indexes that are used without an extra or group
+        # Names of indexes that are used without an extra or group.
+        self._unconditional: set[object] = set()
         for value in _table(uv, "sources").values():
             for source in value if isinstance(value, list) else [value]:
                 if isinstance(source, dict) and "extra" not in source and "group" not in source:

@@ -19,6 +19,7 @@ KERNELS = "hf_rocm.ops.triton.kernels"
 SUBCLASSES = (
     "hf_rocm.generation.cache",
     "hf_rocm.generation.encoder_decoder",
+    "hf_rocm.generation.layer_cache",
     "hf_rocm.generation.stop_criteria",
     "hf_rocm.generation.token_choice",
     "hf_rocm.loading.stored_quantizer",

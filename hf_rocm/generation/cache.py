@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, LayerCache, bucket, fits, reorder
+from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, bucket, fits, reorder
+from hf_rocm.generation.layer_cache import LayerCache
 from hf_rocm.generation.step import Unrecordable
 from hf_rocm.layers.cached_attention import Slot
 from hf_rocm.ops.bits import bits

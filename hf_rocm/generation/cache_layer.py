@@ -1,4 +1,4 @@
-"""The keys and values of attention layers in a cache of recorded steps, and the sizes of their buffers."""
+"""The keys and values of one attention layer in a cache of recorded steps, and the sizes of their buffers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 # Rows that a sliding layer has beyond its window. When they are used up, the window moves to the front.
 SLACK = 256
@@ -93,43 +92,6 @@ class Layer:
         for buffer in self.buffers:
             if buffer is not None:
                 buffer.zero_()
-
-
-class LayerCache(Cache):
-    """The properties of a transformers `Cache` that follow from its layers.
-
-    layers: one for every layer of the decoder. attending: those with keys and values.
-    """
-
-    layers: Any
-    attending: list[Layer]
-
-    @property
-    def length(self) -> int:
-        """The number of tokens seen so far."""
-        return self.attending[-1].length
-
-    @property
-    def nbytes(self) -> int:
-        return sum(layer.nbytes for layer in self.attending)
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [layer.window is not None for layer in self.layers]
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.attending[0].keys is not None
-
-    @property
-    def max_batch_size(self) -> int:
-        keys = self.attending[0].keys
-        return -1 if keys is None else len(keys)
-
-    batch_size = max_batch_size
 
 
 def reorder(tensors: Sequence[Tensor], rows: Tensor) -> None:

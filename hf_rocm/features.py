@@ -214,6 +214,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     # the update of the frequencies before the forward of a rotary embedding
     "rotary_embedding": ("transformers.modeling_rope_utils:dynamic_rope_update",),
     "static_cache": (f"{_CACHES}StaticCache", f"{_CACHES}StaticLayer", f"{_CACHES}Cache.update"),
+    "dynamic_cache": (f"{_CACHES}DynamicCache", f"{_CACHES}DynamicLayer", f"{_CACHES}Cache.update"),
     # encoders whose calls are padded to a few lengths
     **{
         f"padding_{model}": tuple(

@@ -15,7 +15,7 @@ from tests.tolerance import assert_as_good_as_eager
 
 NEW = 512
 PROMPT = "The following statement is executed"
-KERNELS = {"rms_norm", "act_and_mul", "rope"}
+KERNELS = {"rms_norm", "act_and_mul", "rope_into_cache"}
 
 
 class Trained:

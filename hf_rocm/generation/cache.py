@@ -258,9 +258,11 @@ class DecodeCache(LayerCache):
         layer.rows += count
         return layer.keys, layer.values
 
-    def _hf_rocm_slot(self, layer_idx: int, count: int) -> Slot | None:
-        """The rows of a step, for kernels that write keys and values; None where `update` must be called."""
-        layer = self.layers[layer_idx]
+    def _hf_rocm_slot(self, layer_idx: int, key: Tensor, value: Tensor) -> Slot | None:
+        """The rows for these keys and values, for kernels that write them; None where `update` must be called."""
+        layer, count = self.layers[layer_idx], key.shape[2]
+        if not layer.rows:
+            return self._rows_of_prompt(layer, key, value)
         if count > self.longest_step or layer.length == self._loaded:
             return None
         if self._placed != (layer.length, count):
@@ -270,16 +272,31 @@ class DecodeCache(LayerCache):
     def _write_prompt(self, layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         count = key.shape[2]
         written = layer.kept(count, self.drafts or 0)
-        needed = written + self.ahead
-        self._end = 0
-        if not fits(layer.keys, key, needed) or not fits(layer.values, value, needed):
-            self.recordings.clear()
-            layer.keys = layer.values = None
-            layer.allocate(key, value, max(layer.room(max(self.target, bucket(count + 1))), needed + 1))
+        self._make_room_for_prompt(layer, key, value, written)
         layer.keys[:, :, :written].copy_(key[:, :, count - written :])
         layer.values[:, :, :written].copy_(value[:, :, count - written :])
         layer.base, layer.rows = count - written, written
         return key, value
+
+    def _rows_of_prompt(self, layer: Layer, key: Tensor, value: Tensor) -> Slot | None:
+        """The rows for a prompt's keys and values; None if the window of the layer excludes some of them."""
+        count = key.shape[2]
+        if layer.kept(count, self.drafts or 0) < count:
+            return None
+        self._make_room_for_prompt(layer, key, value, count)
+
+        def written() -> None:
+            layer.base, layer.rows = 0, count
+
+        return Slot(layer.keys[:, :, :count], layer.values[:, :, :count], None, written)
+
+    def _make_room_for_prompt(self, layer: Layer, key: Tensor, value: Tensor, rows: int) -> None:
+        needed = rows + self.ahead
+        self._end = 0
+        if not fits(layer.keys, key, needed) or not fits(layer.values, value, needed):
+            self.recordings.clear()
+            layer.keys = layer.values = None
+            layer.allocate(key, value, max(layer.room(max(self.target, bucket(key.shape[2] + 1))), needed + 1))
 
     def _write_more(self, layer: Layer, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append tokens and return all keys and values, as a dynamic cache does."""
@@ -327,9 +344,6 @@ class DecodeCache(LayerCache):
         """The layer with this index. If it does not exist or has no keys: the first layer with keys."""
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         return layer if isinstance(layer, Layer) else self.attending[0]
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return self.get_max_cache_shape(layer_idx or 0)
 
     def reset(self) -> None:
         for layer in self.attending:
@@ -383,7 +397,3 @@ class DecodeCache(LayerCache):
     def is_compileable(self) -> bool:
         """Whether the next call runs over the static buffers; a prompt uses the masks of a dynamic cache."""
         return self.length > self._loaded
-
-    @property
-    def max_cache_len(self) -> int:
-        return self.get_max_cache_shape()

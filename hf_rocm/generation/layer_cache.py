@@ -44,3 +44,13 @@ class LayerCache(Cache):
         return -1 if keys is None else len(keys)
 
     batch_size = max_batch_size
+
+    def get_max_cache_shape(self, layer_idx: int = 0) -> int:
+        raise NotImplementedError
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.get_max_cache_shape(layer_idx or 0)
+
+    @property
+    def max_cache_len(self) -> int:
+        return self.get_max_cache_shape()

@@ -1,8 +1,8 @@
 """From projected heads to the output of attention: norms, rotary positions, the cache, and attention itself.
 
 In a recorded step of one or a few tokens, one kernel can compute all of these. Kernels that write keys and values
-replace `update` only in caches whose `update` is known to do nothing else: transformers' static layers, checked by the
-digests of their definitions, and the cache of recorded decode steps.
+replace `update` only in caches whose `update` is known to do nothing else: transformers' static layers and empty
+dynamic layers, checked by the digests of their definitions, and the cache of recorded decode steps.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def _in_one_kernel(
     if seen is None or seen.key_lengths.numel() > 1 or seen.key_ends is not None:
         return None
     rows = slot(cache, module.layer_idx, key, value, arguments)
-    if rows is None or rows.position.ndim == 0 or mask.shape[2:] != (query.shape[2], rows.keys.shape[2]):
+    if rows is None or rows.position is None or rows.position.ndim == 0:
+        return None
+    if mask.shape[2:] != (query.shape[2], rows.keys.shape[2]):
         return None
     terms = norm_pair(module, norms, query)
     if terms is False or user_serves(
@@ -195,7 +197,10 @@ def _may_have_slot(cache: Any, index: int) -> bool:
     if hasattr(type(cache), "_hf_rocm_slot"):
         return True
     layers = getattr(cache, "layers", ())
-    return index < len(layers) and type(layers[index]).__name__ == "StaticLayer"
+    if index >= len(layers):
+        return False
+    kind = type(layers[index]).__name__
+    return kind == "StaticLayer" or (kind == "DynamicLayer" and not layers[index].is_initialized)
 
 
 def update_cache(
@@ -229,12 +234,12 @@ class Slot(NamedTuple):
     """The tensors of a cache layer, and the rows to which a call writes.
 
     keys: [B, Hkv, L, D]; values: [B, Hkv, L, D_v]. position: the rows [S], or a scalar with the first row, which
-    `ops.rope_into_cache` advances. written: a function to call after the write, or None.
+    `ops.rope_into_cache` advances; None: rows 0 … S − 1. written: a function to call after the write, or None.
     """
 
     keys: Tensor
     values: Tensor
-    position: Tensor
+    position: Tensor | None
     written: Callable[[], None] | None = None
 
 
@@ -244,22 +249,31 @@ def slot(cache: Any, index: int, key: Tensor, value: Tensor, arguments: Mapping[
     arguments: the call's keyword arguments. Writes no keys or values.
     """
     own = getattr(type(cache), "_hf_rocm_slot", None)
-    rows: Slot | None = _static(cache, index, key, arguments) if own is None else own(cache, index, key.shape[2])
+    rows: Slot | None
+    rows = _stock_rows(cache, index, key, value, arguments) if own is None else own(cache, index, key, value)
     if rows is None or not (_fits(rows.keys, key) and _fits(rows.values, value)):
         return None
     return rows
 
 
-def _static(cache: Any, index: int, key: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
-    """Return the rows of a layer without a sliding window in transformers' own static cache (from 4.56 on), or None."""
+def _stock_rows(cache: Any, index: int, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
+    """Return the rows of a layer of transformers' own caches (from 4.56 on), or None."""
     home = sys.modules.get("transformers.cache_utils")
-    kind = getattr(home, "StaticLayer", None)
     layers = getattr(cache, "layers", None)
-    if kind is None or not layers or index >= len(layers) or type(layers[index]) is not kind:
+    # before 4.56 a cache could offload without this attribute
+    if not layers or index >= len(layers) or getattr(cache, "offloading", True):
         return None
     layer = layers[index]
-    # before 4.56 a cache could offload without this attribute
-    if layer.keys is None or getattr(cache, "offloading", True) or not _is_stock(type(cache), home):
+    if type(layer) is getattr(home, "StaticLayer", None):
+        return _static(layer, key, arguments) if _is_stock(cache, layer, home, "static_cache") else None
+    if type(layer) is getattr(home, "DynamicLayer", None):
+        return _empty(layer, key, value) if _is_stock(cache, layer, home, "dynamic_cache") else None
+    return None
+
+
+def _static(layer: Any, key: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
+    """Return the rows of a layer without a sliding window in a static cache, or None."""
+    if layer.keys is None:
         return None
     counter = getattr(layer, "cumulative_length", None)
     if counter is not None:
@@ -272,11 +286,25 @@ def _static(cache: Any, index: int, key: Tensor, arguments: Mapping[str, Any]) -
     return Slot(layer.keys, layer.values, position)
 
 
-def _is_stock(kind: type, home: Any) -> bool:
-    """Return whether caches of this class update their layers as transformers' own code does."""
+def _empty(layer: Any, key: Tensor, value: Tensor) -> Slot | None:
+    """Return new tensors for the first keys and values of a layer in a dynamic cache, or None."""
+    if layer.is_initialized or not key.numel() or key.dtype != value.dtype or key.device != value.device:
+        return None
+    keys, values = key.new_empty(key.shape), value.new_empty(value.shape)
+
+    def written() -> None:
+        layer.dtype, layer.device = key.dtype, key.device
+        layer.keys, layer.values, layer.is_initialized = keys, values, True
+
+    return Slot(keys, values, None, written)
+
+
+def _is_stock(cache: Any, layer: Any, home: Any, feature: str) -> bool:
+    """Return whether the cache updates this layer as transformers' own code does."""
     from hf_rocm import features
 
-    return getattr(kind, "update", None) is home.Cache.update and features.refuses("static_cache") is None
+    own = "update" in vars(cache) or "update" in vars(layer)
+    return not own and getattr(type(cache), "update", None) is home.Cache.update and features.refuses(feature) is None
 
 
 def _fits(rows: Tensor, new: Tensor) -> bool:

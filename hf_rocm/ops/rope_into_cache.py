@@ -1,7 +1,7 @@
 """rope_into_cache: the steps between a layer's projections and its attention, in one operation.
 
-It normalises queries and keys if the layer does, rotates them, and writes keys and values into a static cache at a
-position that is stored on the device.
+It normalises queries and keys if the layer does, rotates them, and writes keys and values into a cache: the first ones
+to its first rows, and later ones at a position that is stored on the device.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def rope_into_cache(
     *,
     keys: Tensor,
     values: Tensor,
-    position: Tensor,
+    position: Tensor | None,
     interleaved: bool = False,
     once: bool = False,
     norms: tuple[Norm, Norm] | None = None,
@@ -42,9 +42,9 @@ def rope_into_cache(
 
     query: [B, H, S, D]; key: [B, Hkv, S, D]; value: [B, Hkv, S, D_v]; cos, sin: see `rope`. keys: [B, Hkv, L, D];
     values: [B, Hkv, L, D_v]; both are written to, and their last stride must be 1. position: int64, either [S], the row
-    of each token, or a scalar, the number of tokens so far, to which S is added. once: cos and sin are
-    [B | 1, S, R / 2], with each angle once. norms: the RMS norms of queries and keys over the head dim, applied before
-    the rotation; both multiply by (1 + w) or neither does, and their weights have one dtype.
+    of each token, or a scalar, the number of tokens so far, to which S is added; None: token i is written to row i.
+    once: cos and sin are [B | 1, S, R / 2], with each angle once. norms: the RMS norms of queries and keys over the
+    head dim, applied before the rotation; both multiply by (1 + w) or neither does, and their weights have one dtype.
 
     Returns the rotated query, with the shape of query. A token whose row is outside the cache isn't written: the Triton
     tier sets its query to NaN, and the other tiers raise like `index_copy_`. Raises `OptionError` if the norms differ
@@ -76,7 +76,7 @@ def one_kernel(
     key: Tensor,
     value: Tensor,
     cos: Tensor,
-    position: Tensor,
+    position: Tensor | None,
     *,
     interleaved: bool = False,
     once: bool = False,
@@ -91,7 +91,7 @@ def _specification(
     key: Tensor,
     value: Tensor,
     cos: Tensor,
-    position: Tensor,
+    position: Tensor | None,
     interleaved: bool,
     once: bool,
     norms: tuple[Norm, Norm] | None,
@@ -103,7 +103,8 @@ def _specification(
     if once:
         rotated *= 2
     value_dim = value.shape[-1]
-    shared, counted, one = tables == 1, position.ndim == 0, batch * length == 1
+    shared, one = tables == 1, batch * length == 1
+    counted = None if position is None else position.ndim == 0
     return (
         dtype,
         angle_dtype,
@@ -148,7 +149,7 @@ def rotate_and_write(
         sin: Tensor,
         keys: Tensor,
         values: Tensor,
-        position: Tensor,
+        position: Tensor | None,
         query_norm: Tensor | None,
         key_norm: Tensor | None,
         interleaved: bool,
@@ -164,7 +165,9 @@ def rotate_and_write(
             cos, sin = (_repeat_angles(angle, interleaved) for angle in (cos, sin))
         query, key = rotate(query, key, cos, sin, interleaved)
         places = position
-        if position.ndim == 0:
+        if places is None:
+            places = torch.arange(key.shape[2], device=key.device)
+        elif places.ndim == 0:
             places = torch.arange(key.shape[2], device=position.device) + position
             position.add_(key.shape[2])
         return query, keys.index_copy_(2, places, key), values.index_copy_(2, places, value)
@@ -190,11 +193,13 @@ def parts_refuse(*names: str) -> str | None:
 
 
 def _cases(spec: RopeIntoCacheSpec) -> Iterator[Case]:
-    """Yield a call that writes to the caches from row 3 on. All other rows must stay unchanged."""
+    """Yield a call that writes to the caches from row 3 on, or from row 0. All other rows must stay unchanged."""
     b, s = (1, 1) if spec.one else (2, LENGTH)
     draw = Draw(spec.dtype, spec.device)
     heads = (draw(b, s, h, d).transpose(1, 2) for h, d in ((4, spec.head_dim), (2, spec.head_dim), (2, spec.value_dim)))
-    before = torch.tensor(3, device=spec.device)
+    position = None if spec.counted is None else torch.tensor(3, device=spec.device)
+    if spec.counted is False:
+        position = torch.arange(s, device=spec.device) + position
     tables = [*angles(spec, draw, b, s)]
     if spec.once:
         tables = [table[..., ::2] if spec.interleaved else table[..., : spec.rotated // 2] for table in tables]
@@ -205,7 +210,7 @@ def _cases(spec: RopeIntoCacheSpec) -> Iterator[Case]:
             *tables,
             draw(b, 2, LENGTH + 5, spec.head_dim),
             draw(b, 2, LENGTH + 5, spec.value_dim),
-            before if spec.counted else torch.arange(s, device=spec.device) + before,
+            position,
             *(weight if weight is None else weight.to(spec.norm_dtype) for weight in weights),
         ),
         (spec.interleaved, spec.once, spec.one_plus, 1e-6, 1e-5),

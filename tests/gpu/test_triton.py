@@ -106,14 +106,16 @@ def test_rope_is_bitwise_equal_to_the_torch_tier(b, s, d, rotated, interleaved, 
     output = routed("triton", "rope", query, key, *tables, interleaved=interleaved)
     stock = routed("torch", "rope", query, key, *tables, interleaved=interleaved)
     assert torch.equal(output[0], stock[0]) and torch.equal(output[1], stock[1])
-    for counted in (False, True):
+    for counted in (False, True, None):
         caches = []
         for tier in ("triton", "torch"):
             keys, values = (random(b, 8, s + 7, d, dtype=dtype, seed=seed) for seed in (1, 2))
             position = torch.tensor(5, device="cuda") if counted else torch.arange(s, device="cuda") + 5
+            if counted is None:
+                position = None
             cache = {"keys": keys, "values": values, "position": position, "interleaved": interleaved}
             out = routed(tier, "rope_into_cache", query, key, value, *tables, **cache)
-            caches.append((out, keys, values, position))
+            caches.append((out, keys, values, *([] if position is None else [position])))
         assert all(torch.equal(actual, expected) for actual, expected in zip(*caches, strict=True))
 
 

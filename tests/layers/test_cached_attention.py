@@ -1,4 +1,4 @@
-"""From transformers 4.56 on, `slot` returns the rows of a static cache that `update` would write.
+"""From transformers 4.56 on, `slot` returns the rows that `update` would write, of a static or an empty dynamic cache.
 
 Otherwise, it returns None.
 """
@@ -86,6 +86,22 @@ def test_another_dtype_batch_head_dim_or_layer_has_no_slot():
     if not hasattr(cache.layers[0], "cumulative_length"):
         assert slot(cache, 0, key, value, {}) is None
         assert slot(cache, 0, key, value, {"cache_position": torch.tensor([0, 1])}) is None
+
+
+@since
+def test_an_empty_layer_of_a_dynamic_cache_has_new_rows():
+    cache = DynamicCache(config=LlamaConfig(num_hidden_layers=1))
+    _, key, value, _ = call(0, 3)
+    rows = slot(cache, 0, key, value[..., :4], {})
+    assert (rows.keys.shape, rows.values.shape, rows.position) == (key.shape, (B, KV, 3, 4), None)
+    # Nothing has changed yet.
+    assert not cache.layers[0].is_initialized and cache.layers[0].keys is None
+    rows.written()
+    assert cache.layers[0].keys is rows.keys and cache.get_seq_length() == 3
+    assert slot(cache, 0, key, value, {}) is None
+    cache = DynamicCache(config=LlamaConfig(num_hidden_layers=1))
+    assert slot(cache, 0, key[:, :, :0], value[:, :, :0], {}) is None
+    assert slot(cache, 0, key, value.half(), {}) is None
 
 
 @pytest.mark.parametrize("cache", [DynamicCache(), None], ids=["dynamic", "none"])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, StaticCache
-from transformers.cache_utils import StaticLayer
+from transformers import DynamicCache, LlamaConfig, MistralConfig, StaticCache
+from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -28,6 +28,10 @@ class Module:
 
 def config():
     return LlamaConfig(num_hidden_layers=1, num_attention_heads=H, num_key_value_heads=KV, hidden_size=H * D)
+
+
+def dynamic_cache():
+    return DynamicCache(config=config())
 
 
 def call(cache, length, *, seed, tier, dtype=torch.bfloat16, batch=2):
@@ -63,9 +67,36 @@ def test_a_static_layer_is_written_to_and_its_length_advances():
 
 def test_the_cache_of_recorded_steps_is_written_to_and_its_length_advances():
     steps = list(run_both(lambda: DecodeCache([None], capacity=16, limit=32), 5, 1, 1))
-    assert [operations for operations, _, _ in steps] == [["rope"], ["rope_into_cache"], ["rope_into_cache"]]
+    assert [operations for operations, _, _ in steps] == [["rope_into_cache"]] * 3
     _, actual, stock = steps[-1]
     assert actual.layers[0].rows == stock.layers[0].rows == 7
+    assert torch.equal(actual.layers[0].keys[:, :, :7], stock.layers[0].keys[:, :, :7])
+
+
+@pytest.mark.parametrize(("length", "operation"), [(4, "rope_into_cache"), (5, "rope")])
+def test_stock_code_writes_a_prompt_that_is_longer_than_the_window(length, operation):
+    ((operations, actual, stock),) = run_both(lambda: DecodeCache([4], capacity=16, limit=32), length)
+    assert operations == [operation]
+    (layer,), (expected,) = actual.layers, stock.layers
+    assert (layer.base, layer.rows) == (expected.base, expected.rows) == (length - 4, 4)
+    assert torch.equal(layer.values[:, :, :4], expected.values[:, :, :4])
+
+
+def test_the_first_tokens_of_a_dynamic_cache_are_written_to_new_tensors():
+    steps = list(run_both(dynamic_cache, 5, 1, 2))
+    assert [operations for operations, _, _ in steps] == [["rope_into_cache"], ["rope"], ["rope"]]
+    (layer,), (expected,) = (cache.layers for cache in steps[-1][1:])
+    assert vars(layer).keys() == vars(expected).keys()
+    for name, value in vars(expected).items():
+        actual = getattr(layer, name)
+        assert torch.equal(actual, value) if isinstance(value, torch.Tensor) else actual == value, name
+    ((_, first, stock),) = run_both(dynamic_cache, 3)
+    assert vars(first.layers[0]).keys() == vars(stock.layers[0]).keys()
+    for name in ("keys", "values"):
+        tensors = [getattr(cache.layers[0], name) for cache in (first, stock)]
+        assert torch.equal(*tensors) and tensors[0].stride() == tensors[1].stride()
+    first.reset()
+    assert call(first, 2, seed=0, tier="triton")[1] == ["rope_into_cache"]
 
 
 def test_calls_with_a_single_token_advance_the_position():
@@ -187,6 +218,39 @@ class Bare(torch.nn.Module):
     layer_idx = 0
 
 
+def test_gradients_of_a_prompt_are_those_of_stock():
+    cache = dynamic_cache()
+    query, key, value = heads(1, 3, torch.float32, h=H, kv=KV, d=D)
+    key = key.clone().requires_grad_()
+    with options.override(tier=""), ops.recording() as routes:
+        arguments = query, key, value, angles(1, 3, D, torch.float32), cache, {}
+        _, keys, _ = rotate_and_update_cache(Module(), apply_rotary_pos_emb, *arguments)
+    assert [route.operation for route in routes] == ["rope"] and keys.requires_grad
+    assert cache.layers[0].keys is keys
+
+
+def of_two_dtypes(cache):
+    query, key, value = heads(1, 3, torch.bfloat16, h=H, kv=KV, d=D)
+    with options.override(tier="triton"), ops.recording() as routes:
+        arguments = query, key, value.float(), angles(1, 3, D, torch.bfloat16), cache, {}
+        rotate_and_update_cache(Module(), apply_rotary_pos_emb, *arguments)
+    return [route.operation for route in routes]
+
+
+def test_values_of_another_dtype_are_appended_by_stock():
+    cache = dynamic_cache()
+    assert of_two_dtypes(cache) == ["rope"] and cache.layers[0].values.dtype == torch.float32
+
+
+@pytest.mark.parametrize("place", ["cache", "layer"])
+def test_an_update_that_was_set_on_an_object_is_called(place):
+    cache, calls = dynamic_cache(), []
+    target = cache if place == "cache" else cache.layers[0]
+    update = target.update
+    target.update = lambda *args, **kwargs: calls.append(1) or update(*args, **kwargs)
+    assert call(cache, 3, seed=0, tier="triton")[1] == ["rope"] and calls == [1]
+
+
 @pytest.mark.parametrize("cache", [written_cache, DynamicCache], ids=["static", "dynamic"])
 def test_angles_may_cover_half_of_the_head_dim(cache):
     """gpt-oss's rotary function takes cos and sin that cover half of the head dim."""
@@ -229,6 +293,21 @@ def test_other_caches_are_updated_by_stock(make):
     assert [operations for operations, _, _ in run_both(make, 2, 1)] == [["rope"], ["rope"]]
 
 
+def sliding():
+    return DynamicCache(config=MistralConfig(**config().to_dict() | {"sliding_window": 4}))
+
+
+def another_dynamic_layer():
+    cache = dynamic_cache()
+    cache.layers[0] = type("Mine", (DynamicLayer,), {})()
+    return cache
+
+
+@pytest.mark.parametrize("make", [sliding, another_dynamic_layer], ids=["sliding", "another layer"])
+def test_other_dynamic_layers_are_updated_by_stock(make):
+    assert [operations for operations, _, _ in run_both(make, 2, 1)] == [["rope"], ["rope"]]
+
+
 def test_a_cache_of_another_dtype_raises_stocks_error():
     """New keys and values are not converted to the dtype of the cache."""
     cache = StaticCache(config=config(), max_cache_len=8)
@@ -237,9 +316,10 @@ def test_a_cache_of_another_dtype_raises_stocks_error():
         call(cache, 1, seed=0, tier="triton", dtype=torch.bfloat16)
 
 
-def test_unknown_cache_code_is_called(monkeypatch):
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_unknown_cache_code_is_called(dynamic, monkeypatch):
     from hf_rocm import features
 
     monkeypatch.setattr(features, "refuses", lambda feature: "it changed")
-    make = lambda: StaticCache(config=config(), max_cache_len=8)  # noqa: E731
+    make = dynamic_cache if dynamic else lambda: StaticCache(config=config(), max_cache_len=8)
     assert [operations for operations, _, _ in run_both(make, 2, 1)] == [["rope"], ["rope"]]

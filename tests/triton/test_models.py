@@ -27,7 +27,7 @@ def test_logits_are_as_accurate_as_eager(name, dtype, trio):  # noqa: F811
     batch = {"input_ids": tokens(2, 5), "attention_mask": PADDING}
     with options.override(tier=KERNELS), ops.recording() as routes:
         actual = output(**batch).logits
-    assert _kernels(routes) >= {"rms_norm", "act_and_mul", "rope", "rotary_angles"}
+    assert _kernels(routes) >= {"rms_norm", "act_and_mul", "rope_into_cache", "rotary_angles"}
     keep = PADDING.bool()
     assert_as_good_as_eager(actual[keep], stock(**batch).logits[keep], exact(**batch).logits[keep])
 

@@ -67,6 +67,12 @@ def test_a_kernel_for_single_tokens_passes_its_check(extra):
     assert probe_cases.check("rope_into_cache", "triton", "rope_kernel", kind) is None
 
 
+@pytest.mark.parametrize("one", [True, False])
+def test_a_kernel_that_writes_the_first_rows_passes_its_check(one):
+    kind = (BF16, BF16, CPU, 16, 12, 16, False, True, None, one, False, BF16, False, False)
+    assert probe_cases.check("rope_into_cache", "triton", "rope_kernel", kind) is None
+
+
 def test_experts_in_mxfp4_without_biases_pass_their_check():
     extra = (False, *PLAIN_AND_INTERLEAVED[1:])
     kind = (BF16, torch.uint8, CPU, 4, 32, 32, 1, "silu", *extra)

@@ -91,9 +91,10 @@ def test_many_heads_need_several_programs():
 
 
 @each_dtype
-@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("counted", [False, True, None])
 @pytest.mark.parametrize(("b", "s"), [(1, 1), (2, 1), (1, 3), (2, 4)])
 def test_rope_into_cache(b, s, counted, dtype):
+    """counted: whether the position is a scalar; None: rows 0 … S − 1, without a position."""
     for start, first in ((3, None), (5, 0), (1, 1)):
         results = {}
         for tier in ("triton", "torch"):
@@ -104,14 +105,18 @@ def test_rope_into_cache(b, s, counted, dtype):
                     put_nan(tensor, first)
             keys, values = random(b, 2, 9, 8, dtype=dtype, seed=1), random(b, 2, 9, 6, dtype=dtype, seed=2)
             position = torch.tensor(start) if counted else (torch.tensor([8, 0, 5, 2])[:s] + start) % 9
+            if counted is None:
+                position = None
             cache = {"keys": keys, "values": values, "position": position}
             call = routed if tier == "triton" else torch_tier
             out = call("rope_into_cache", query, key, value, cos, sin, **cache)
             results[tier] = (out, keys, values, position)
-        for actual, expected in zip(results["triton"], results["torch"], strict=True):
-            assert_equal(actual, expected) if actual.is_floating_point() else torch.testing.assert_close(
-                actual, expected
-            )
+        for actual, expected in zip(results["triton"][:3], results["torch"][:3], strict=True):
+            assert_equal(actual, expected)
+        if counted is None:
+            assert torch.equal(keys[:, :, s:], random(b, 2, 9, 8, dtype=dtype, seed=1)[:, :, s:])
+        else:
+            assert torch.equal(results["triton"][3], results["torch"][3])
         assert not counted or position == start + s
 
 

@@ -106,7 +106,8 @@ class RopeSpec(NamedTuple):
 class RopeIntoCacheSpec(NamedTuple):
     """The specification of `rope_into_cache`.
 
-    counted: whether the position is a counter, which is advanced. once: whether cos and sin contain each angle once.
+    counted: whether the position is a counter, which is advanced; None: there is no position. once: whether cos and sin
+    contain each angle once.
     """
 
     dtype: torch.dtype
@@ -118,7 +119,7 @@ class RopeIntoCacheSpec(NamedTuple):
     interleaved: bool
     # One table of angles for the whole batch.
     shared: bool
-    counted: bool
+    counted: bool | None
     # A single token.
     one: bool
     once: bool

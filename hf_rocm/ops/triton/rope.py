@@ -65,7 +65,7 @@ def rope_into_cache(
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
-    position: Tensor,
+    position: Tensor | None,
     query_norm: Tensor | None,
     key_norm: Tensor | None,
     interleaved: bool,
@@ -95,7 +95,7 @@ def _into_cache(
     sin: Tensor,
     keys: Tensor,
     values: Tensor,
-    position: Tensor,
+    position: Tensor | None,
     query_norm: Tensor | None,
     key_norm: Tensor | None,
     query_eps: float,
@@ -110,7 +110,7 @@ def _into_cache(
         advanced = _launch(
             query, key, value, cos, sin, out, keys, values, position, interleaved, norms=norms, once=once
         )
-        if position.ndim == 0 and not advanced:
+        if position is not None and position.ndim == 0 and not advanced:
             position.add_(query.shape[2])
     return out
 
@@ -136,8 +136,8 @@ def _launch(
     b, h, s, d = query.shape
     kv_heads = key.shape[1]
     query, key, cos, sin = dense(query), dense(key), cos.contiguous(), sin.contiguous()
+    cached = value is not None
     value = key if value is None else dense(value)
-    cached = position is not None
     alone = cached and b * s == 1
     block_heads, block_kv, threads = tile(b * s, h, kv_heads, d, alone=alone)
     blocks = 1 if alone else -(-h // block_heads) + -(-kv_heads // block_kv)
@@ -181,7 +181,7 @@ def _launch(
         contract=False,
         forms=(
             alike(query, key, value, cos, sin, out, keys, target),
-            form(position),
+            position is not None and form(position),
             weights[0] is not None and tuple(map(form, weights)),
             sizes,
         ),
@@ -215,7 +215,7 @@ _traced = opaque(
 )
 _traced_into_cache = opaque(
     "triton_rope_into_cache(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor(a!) keys, "
-    "Tensor(b!) values, Tensor(c!) position, Tensor? query_norm, Tensor? key_norm, float query_eps, float key_eps, "
+    "Tensor(b!) values, Tensor(c!)? position, Tensor? query_norm, Tensor? key_norm, float query_eps, float key_eps, "
     "bool one_plus, bool interleaved, bool once) -> Tensor",
     _into_cache,
     _like_query,

@@ -121,13 +121,14 @@ def _copy(
 def rope_kernel(
     query,
     key,
-    # None: the key of token i is written to row i of `keys`, and no values are written.
+    # None: no values are written.
     value,
     cos,
     sin,
     out,
     keys,
     values,
+    # None: token i is written to row i.
     position,
     query_weight,  # [D], the weight of the norm of queries, or None
     key_weight,
@@ -179,7 +180,7 @@ def rope_kernel(
     block = tl.program_id(1)
     query_blocks: tl.constexpr = (HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     place = token
-    if value is not None:
+    if position is not None:
         if COUNTED:
             place = tl.load(position).to(tl.int64) + token
         else:
@@ -259,6 +260,7 @@ def _build(
     rotated: int,
     *,
     cached: bool,
+    placed: bool = True,
     alone: bool = False,
     interleaved: bool = False,
     norm: bool = False,
@@ -275,14 +277,15 @@ def _build(
     sizes = ["length", "cache_rows", *strides]
     if alone:
         sizes.remove("length")
-    absent = {} if cached else {"value": None, "values": None, "position": None}
+    absent = {} if cached else {"value": None, "values": None}
+    absent |= {} if cached and placed else {"position": None}
     absent |= {} if norm else dict.fromkeys(weights)
     block_heads = triton.next_power_of_2(heads) if alone else 16
     return Build(
         rope_kernel,
         {
             **{name: f"*{dtype}" for name in tensors},
-            **({"position": "*i64"} if cached else {}),
+            **({"position": "*i64"} if cached and placed else {}),
             **dict.fromkeys(("query_eps", "key_eps"), "fp32"),
             **dict.fromkeys(sizes, "i32"),
         },
@@ -297,7 +300,7 @@ def _build(
             "INTERLEAVED": interleaved,
             "ONE_PLUS": one_plus,
             "ONCE": once,
-            "COUNTED": cached,
+            "COUNTED": cached and placed,
             "ALONE": alone,
             "BLOCK_HEADS": block_heads,
             "BLOCK_KV": min(block_heads, triton.next_power_of_2(kv_heads)),
@@ -314,6 +317,8 @@ def _build(
 BUILDS = (
     _build(32, 8, 128, 128, cached=False),
     _build(32, 8, 128, 128, cached=True),
+    # Prompts.
+    _build(32, 8, 128, 128, cached=True, placed=False),
     _build(32, 8, 128, 128, cached=True, alone=True),
     _build(32, 8, 128, 128, cached=True, norm=True),
     _build(32, 8, 128, 128, cached=True, alone=True, norm=True),  # Qwen3

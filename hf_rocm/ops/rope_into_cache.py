@@ -164,12 +164,13 @@ def rotate_and_write(
         if once:
             cos, sin = (_repeat_angles(angle, interleaved) for angle in (cos, sin))
         query, key = rotate(query, key, cos, sin, interleaved)
-        places = position
-        if places is None:
+        if position is None:
             places = torch.arange(key.shape[2], device=key.device)
-        elif places.ndim == 0:
+        elif position.ndim == 0:
             places = torch.arange(key.shape[2], device=position.device) + position
             position.add_(key.shape[2])
+        else:
+            places = position
         return query, keys.index_copy_(2, places, key), values.index_copy_(2, places, value)
 
     return rope_into_cache
@@ -197,9 +198,9 @@ def _cases(spec: RopeIntoCacheSpec) -> Iterator[Case]:
     b, s = (1, 1) if spec.one else (2, LENGTH)
     draw = Draw(spec.dtype, spec.device)
     heads = (draw(b, s, h, d).transpose(1, 2) for h, d in ((4, spec.head_dim), (2, spec.head_dim), (2, spec.value_dim)))
-    position = None if spec.counted is None else torch.tensor(3, device=spec.device)
-    if spec.counted is False:
-        position = torch.arange(s, device=spec.device) + position
+    position = None
+    if spec.counted is not None:
+        position = 3 + (torch.zeros((), dtype=torch.int64) if spec.counted else torch.arange(s)).to(spec.device)
     tables = [*angles(spec, draw, b, s)]
     if spec.once:
         tables = [table[..., ::2] if spec.interleaved else table[..., : spec.rotated // 2] for table in tables]

@@ -18,6 +18,7 @@ from hf_rocm.cli.output import (
 from hf_rocm.errors import OptionError
 from hf_rocm.overlay.facts import torch_facts
 from hf_rocm.overlay.plan import Plan, Verb
+from hf_rocm.overlay.state import the_others
 
 _DONE = {Verb.INSTALL: "installed", Verb.UPDATE: "updated", Verb.REMOVE: "removed"}
 _PLANNED = {Verb.INSTALL: "would install", Verb.UPDATE: "would update", Verb.REMOVE: "would remove"}
@@ -42,7 +43,7 @@ def report(plan: Plan, notices: list[str], *, dry_run: bool, as_json: bool, ever
     skippable = sum(state.skippable for state in plan.states) if plan.command == "install-overlays" else 0
     if len(errors) == len(plan.refusals) == skippable > 0 and skippable < len(plan.states):
         rest = len(plan.states) - skippable
-        print_notice(f"nothing was written; `hf-rocm install-overlays --skip-changed` installs the other {rest}")
+        print_notice(f"nothing was written; `hf-rocm install-overlays --skip-changed` installs {the_others(rest)}")
     if plan.refusals:
         raise typer.Exit(1)
     if not as_json:

@@ -21,7 +21,7 @@ from hf_rocm.cli.output import (
 )
 from hf_rocm.cli.parameters import Everything, Json, Models, TransformersPath
 from hf_rocm.cli.progress import Progress
-from hf_rocm.overlay.state import GOOD, FileState, Installed, pip
+from hf_rocm.overlay.state import GOOD, FileState, Installed, pip, the_others
 
 
 def status(
@@ -93,7 +93,7 @@ def _print_next(states: Sequence[FileState]) -> None:
     elif changed := [state for state in states if state.match not in GOOD]:
         newest = changed[0].newest_checked
         rest = len(states) - len(changed)
-        skip = f", or hf-rocm install-overlays --skip-changed (installs the other {rest})" if rest else ""
+        skip = f", or hf-rocm install-overlays --skip-changed (installs {the_others(rest)})" if rest else ""
         print_next(f"{pip(newest) if newest else f'hf-rocm status --diff {changed[0].model}'}{skip}")
     elif states and not any(state.installed is Installed.YES for state in states):
         print_next(

@@ -36,6 +36,7 @@ def check(
     initialised. The error names the rank and the host that differ.
     Returns the fingerprint of the installation, which is equal only for the same hf-rocm, transformers and files.
     """
+    distributed = _process_group(across_ranks)
     error: HfRocmError | None = None
     fingerprint = ""
     try:
@@ -47,7 +48,6 @@ def check(
     except HfRocmError as caught:
         # The other ranks wait in the collective: send them the error, then raise it.
         error = caught
-    distributed = _process_group(across_ranks)
     if distributed is not None:
         _compare(distributed, fingerprint, error)
     if error is not None:

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 from hf_rocm.errors import DigestMismatch, OverlayError
 from hf_rocm.overlay.locate import Installation
-from hf_rocm.overlay.state import LISTED, FileState, Installed, LeftOut, pip, some
+from hf_rocm.overlay.state import LISTED, FileState, Installed, LeftOut, pip, some, the_others
 
 _INSTALL = "install-overlays"
 
@@ -125,7 +125,7 @@ def _refuse_many(changed: Sequence[FileState], plan: Plan) -> OverlayError:
     release, total = plan.installation.version, len(plan.states)
     newest = max((newest for state in changed if (newest := state.newest_checked)), key=Version, default=None)
     names = [state.model for state in changed]
-    skip = f"`hf-rocm {_INSTALL} --skip-changed` installs the other {total - len(names)}"
+    skip = f"`hf-rocm {_INSTALL} --skip-changed` installs {the_others(total - len(names))}"
     see = f"`hf-rocm status --diff {names[0]}` shows a difference"
     return DigestMismatch(
         f"{len(names)} of {total} files are not files that the overlays were made for",

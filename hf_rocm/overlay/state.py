@@ -214,6 +214,11 @@ def some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:LISTED])} and {rest} more" if rest > 0 else ", ".join(names)
 
 
+def the_others(count: int) -> str:
+    """`the other file`, or for example `the other 3 files`."""
+    return "the other file" if count == 1 else f"the other {count} files"
+
+
 def pip(release: str) -> str:
     return f"pip install transformers=={release}"
 

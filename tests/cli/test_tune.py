@@ -171,4 +171,4 @@ def test_list_shows_all_tables_and_damaged_ones(fake_aiter, tmp_path, capsys, mo
     monkeypatch.setenv("AITER_CONFIG_GEMM_BF16", str(write(tmp_path / "bad.csv", table_text(LAYOUT, "x"))))
     assert main(["tune", "list"]) == 1
     data = capsys.readouterr()
-    assert "line 2  1 fields, but the header has 18" in data.err and "tuned here" in data.out
+    assert "line 2  expected 18 fields, as in the header, got 1" in data.err and "tuned here" in data.out

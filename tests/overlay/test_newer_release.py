@@ -113,7 +113,7 @@ def test_all_overlays_or_none_are_installed_unless_changed_models_are_skipped(
     assert main(["install-overlays", *path_option]) == 1
     refused = capsys.readouterr().err
     assert all(name in refused for name, _, _ in EDITS.values())
-    assert "`hf-rocm install-overlays --skip-changed` installs the other 1" in refused
+    assert "`hf-rocm install-overlays --skip-changed` installs the other file" in refused
     assert hashes(newer.path) == before
     assert main(["install-overlays", "--skip-changed", *path_option]) == 0
     shown = capsys.readouterr().out
@@ -148,7 +148,7 @@ def test_many_changed_files_are_one_error_with_the_release_to_install(
     assert "no         changed  gemma, llama and 1 more" in shown.out
     fix = f"pip install transformers=={newest}" if newest else "hf-rocm status --diff gemma"
     assert (
-        shown.out.splitlines()[-1] == f"next: {fix}, or hf-rocm install-overlays --skip-changed (installs the other 1)"
+        shown.out.splitlines()[-1] == f"next: {fix}, or hf-rocm install-overlays --skip-changed (installs the other file)"
     )
     assert main(["status", "--all", *path_option]) == 0
     assert "LlamaMLP differs" in capsys.readouterr().out

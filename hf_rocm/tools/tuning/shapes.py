@@ -139,7 +139,7 @@ def _read_row(path: Path, line: int, header: list[str], fields: list[str]) -> Ge
     flags = {"true": True, "false": False}
     bias, shuffled = (flags.get(values.get(name, "False").lower()) for name in ("bias", "bpreshuffle"))
     if len(fields) != len(header):
-        raise _table_error(path, line, f"{len(fields)} fields, but the header has {len(header)}")
+        raise _table_error(path, line, f"expected {len(header)} fields, as in the header, got {len(fields)}")
     numbers = [values[name] for name in ("M", "N", "K")]
     if not all(number.isdecimal() and number.isascii() and 0 < len(number) < 11 and int(number) for number in numbers):
         values_read = ", ".join(ascii(number[:20]) for number in numbers)

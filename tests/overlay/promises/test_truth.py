@@ -207,6 +207,8 @@ def test_23_check_passes_only_for_installed_overlays(farm: Farm) -> None:
     with pytest.raises(OverlayError, match="is not the one that hf-rocm") as refused:
         hf_rocm.check("llama", transformers_path=site.path)
     assert "hf-rocm install-overlays" in (refused.value.hint or "")
+    with pytest.raises(OverlayError, match="no ranks to compare with"):
+        hf_rocm.check("llama", transformers_path=site.path, across_ranks=True)
     install(["llama"], transformers_path=site.path)
     result = hf_rocm.check("llama", strict=True, transformers_path=site.path)
     assert result == hf_rocm.check("llama", expected=result, transformers_path=site.path)

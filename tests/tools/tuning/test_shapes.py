@@ -86,7 +86,7 @@ VALID = "1,64,32,False,torch.bfloat16,torch.bfloat16,False,False\n"
     ("text", "line", "words"),
     [
         ("M,N\n1,2\n", 1, "missing columns: K, bias"),
-        (HEADER + VALID + "1,64\n", 3, "2 fields, but the header has 8"),
+        (HEADER + VALID + "1,64\n", 3, "expected 8 fields, as in the header, got 2"),
         (HEADER + VALID.replace("64", "-64"), 2, "at most 10 digits, got '1', '-64', '32'"),
         (HEADER + VALID.replace("64", "9" * 12), 2, "at most 10 digits, got"),
         (HEADER + VALID.replace("bfloat16", "bf16"), 2, "dtype must be a name such as torch.bfloat16"),

@@ -90,8 +90,8 @@ def test_a_row_with_too_few_or_too_many_fields_is_a_problem(tmp_path):
     whole = row(LAYOUT)
     text = table_text(LAYOUT, whole, whole.rpartition(",")[0], whole + ",1")
     assert problems(write(tmp_path / "t.csv", text)) == {
-        3: "17 fields, but the header has 18",
-        4: "19 fields, but the header has 18",
+        3: "expected 18 fields, as in the header, got 17",
+        4: "expected 18 fields, as in the header, got 19",
     }
 
 

@@ -226,7 +226,7 @@ def _columns(path: Path, line: int, header: list[str], layout: Layout, release: 
 
 def _row(table: Table, line: int, fields: list[str], layout: Layout, known: frozenset[str]) -> None:
     if len(fields) != len(table.columns):
-        table.report(line, f"{len(fields)} fields, but the header has {len(table.columns)}")
+        table.report(line, f"expected {len(table.columns)} fields, as in the header, got {len(fields)}")
         return
     values = {name: value.strip() for name, value in zip(table.columns, fields, strict=True) if name}
     try:

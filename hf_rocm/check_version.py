@@ -79,8 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hf_rocm.check_version",
-        description="Compare the installed overlays with what was verified. Exits with 0 if every selected overlay "
-        "is installed and matches the installed transformers, otherwise with 1.",
+        description="Check that the installed overlays match the installed transformers. Exits with 0 if every "
+        "selected overlay is installed and matches, otherwise with 1.",
     )
     parser.add_argument("models", metavar="MODEL", nargs="*", help="model folders such as llama (none: all)")
     parser.add_argument("--strict", action="store_true", help="accept only files that were verified as a whole")
@@ -131,11 +131,12 @@ def _print_outlook(newer: Outlook, *, everything: bool) -> None:
         if prospect.go_on:
             usable.setdefault(prospect.why, []).append(prospect.model)
         elif not brief:
-            print_wrapped(f"{prospect.model}: stop; {prospect.sentence}", indent="  ")
+            print_wrapped(f"{prospect.model}: do not proceed; {prospect.sentence}", indent="  ")
     if brief:
-        print_wrapped(f"{len(refused)} models: stop (--all lists the reasons)", indent="  ")
+        print_wrapped(f"{len(refused)} models: do not proceed (--all lists the reasons)", indent="  ")
     for reason, models in usable.items():
-        print_wrapped(f"{', '.join(models)}: proceed; {reason}", indent="  ")
+        files = "the file" if len(models) == 1 else "each file"
+        print_wrapped(f"{', '.join(models)}: proceed; {files} {reason}", indent="  ")
     print_wrapped(newer.verdict)
 
 

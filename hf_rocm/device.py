@@ -48,7 +48,7 @@ def is_rocm() -> bool:
 def gpu_available() -> bool:
     """Return whether torch can use a GPU on this machine, AMD or NVIDIA.
 
-    Replaces pynvml, which supports only NVIDIA and fails elsewhere at import or at its first call. By default, torch
+    Use it instead of pynvml, which supports only NVIDIA GPUs and fails elsewhere. By default, torch
     calls the CUDA or HIP runtime, after which worker processes that use the GPU can no longer be forked. With
     `PYTORCH_NVML_BASED_CUDA_CHECK=1`, torch reads the number of GPUs from NVML or AMD SMI instead, if it can.
     """

@@ -37,7 +37,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="NUMBERS",
-            help="Clients, such as 1,8,64: one closed loop per number (default: 8; none with --rate alone).",
+            help="Numbers of clients, such as 1,8,64: one closed loop per number (default: 8; none with --rate alone).",
         ),
     ] = None,
     rate: Annotated[

@@ -70,7 +70,7 @@ DtypeName = Annotated[
 ]
 Save = Annotated[Path | None, typer.Option("--save", metavar="FILE", help="Add the result to this JSON file.")]
 SegmentName = Annotated[
-    str | None, typer.Option("--segment", metavar="NAME", help="The name of the result in that file.")
+    str | None, typer.Option("--segment", metavar="NAME", help="The name of the result in the --save file.")
 ]
 ChartFile = Annotated[
     Path | None,

@@ -30,10 +30,15 @@ def status(
     diff: Annotated[str | None, typer.Option(metavar="MODEL", help="Show what differs in one model's file.")] = None,
     against: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help="With --diff: the wheel or folder of another transformers release."),
+        typer.Option(
+            metavar="PATH", help="With --diff: compare with another transformers release (its wheel or folder)."
+        ),
     ] = None,
     record: Annotated[
-        bool, typer.Option("--record", help="Compare the whole transformers package with its package record.")
+        bool,
+        typer.Option(
+            "--record", help="Compare every file of the transformers package with the package manager's RECORD file."
+        ),
     ] = False,
     everything: Everything = False,
     json: Json = False,
@@ -41,8 +46,8 @@ def status(
     """Show which overlays are installed, and whether they match the installed transformers.
 
     Without MODEL or --all, only files that differ are listed, and the others are counted. Exits with 1 if an installed
-    overlay needs attention (old, foreign, edited, or on a file that it was not made for); with --record, if anything in
-    the package is neither stock nor from this hf-rocm.
+    overlay needs attention (old, foreign, edited, or on a file that it was not made for); with --record, if a file of
+    the package is missing, or neither stock nor written by this hf-rocm.
     """
     if record:
         _record(models, diff, transformers_path=transformers_path, as_json=json)
@@ -121,7 +126,7 @@ def _record(models: Models, diff: str | None, *, transformers_path: Transformers
             print_table(("finding", "hard links", "file"), rows)
         others = len(report.entries) - len(report.foreign)
         overlaid = f", {others} with a block of hf-rocm appended" if others else ""
-        foreign = f"{len(report.foreign)} neither stock nor written by this hf-rocm"
+        foreign = f"{len(report.foreign)} missing, or neither stock nor written by this hf-rocm"
         print(f"{report.compared} files compared{overlaid}; {foreign}")
     if report.warning:
         print_error(report.warning)

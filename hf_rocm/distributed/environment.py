@@ -109,7 +109,7 @@ def store(here: Place, *, timeout: float) -> Any | None:
     return new_store
 
 
-def groups_store() -> Any | None:
+def process_group_store() -> Any | None:
     """Return the store of the process group, or None."""
     from torch.distributed import distributed_c10d
 
@@ -126,7 +126,7 @@ def existing_store(here: Place, *, timeout: float) -> Any | None:
     Raises `RuntimeError` if the agent's store does not respond within `timeout` seconds.
     """
     if process_group() is not None:
-        return groups_store()
+        return process_group_store()
     if _stores:
         return _stores[-1]
     variables = options.launcher()
@@ -173,7 +173,7 @@ def _sharded(arguments: Mapping[str, Any]) -> bool:
     if setting(config, "tp_size") is None and setting(config, "tp_plan") is not None:
         return True
     if not any(sizes):
-        # In transformers 4.x the config has no size, and layers are split over all ranks.
+        # In transformers 4.x the config has no sizes, and layers are split over all ranks.
         return setting(config, "enable_expert_parallel") is not None
     return any(size not in (None, 1) for size in sizes)
 

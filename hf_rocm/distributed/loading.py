@@ -13,9 +13,9 @@ from hf_rocm.distributed.agree import agree
 from hf_rocm.distributed.environment import (
     Place,
     existing_store,
-    groups_store,
     partners,
     place,
+    process_group_store,
     store,
     tensor_parallel_size,
 )
@@ -43,7 +43,7 @@ def together(arguments: Mapping[str, Any], config: Callable[[], Any], *, served:
     if served:
         _agree(here, arguments, config)
     try:
-        shared = existing_store(here, timeout=WAIT) if served else groups_store()
+        shared = existing_store(here, timeout=WAIT) if served else process_group_store()
     except RuntimeError:
         # Every rank then logs its own messages.
         shared = None

@@ -83,7 +83,7 @@ def refuses_state(model: Any) -> str | None:
     if reason is not None:
         return reason
     if mesh_of(model) is not None:
-        return "its layers are split across several ranks"
+        return "the model's layers are split across several ranks"
     training = next((name for name, module in model.named_modules() if module.training), None)
     if training is not None:
         return f"{training or 'the model'} is in training mode"
@@ -102,7 +102,7 @@ def refuses_call(model: Any, device: torch.device) -> str | None:
     if torch.is_autocast_enabled(device.type):
         return "autocast caches copies of the weights and frees them when it ends"
     if in_captured_block() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-        return "it is part of another recording"
+        return "the call is part of another recording"
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None:
         return "another tool observes or transforms the call"
     if torch._C._len_torch_function_stack() and not all(
@@ -115,7 +115,8 @@ def refuses_call(model: Any, device: torch.device) -> str | None:
 def refuses_tensor(tensor: Tensor, device: torch.device) -> str | None:
     """Return why a call with this input runs uncaptured, or None."""
     if tensor.__class__ not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided or tensor.is_complex():
-        return f"an input is of type {type(tensor).__name__}, dtype {tensor.dtype} and layout {tensor.layout}"
+        actual = f"type {type(tensor).__name__}, dtype {tensor.dtype} and layout {tensor.layout}"
+        return f"inputs must be plain strided tensors of a real dtype, got {actual}"
     if tensor.device != device:
         return "an input is on a different device from the model"
     return None

@@ -46,8 +46,8 @@ class Padded(NamedTuple):
     bucket: int
     arguments: dict[str, Any]
 
-    def sees_tokens(self, window: int | None) -> bool:
-        """Return whether every position can attend to an unmasked token. The value is read on the host.
+    def every_position_attends(self, window: int | None) -> bool:
+        """Return whether every position can attend to an unmasked token. Reading the result waits for the device.
 
         The result of attention without a visible key depends on the length. window: see `window_of`.
         """
@@ -104,9 +104,9 @@ def refuses_model(model: Any) -> str | None:
         return f"{type(model).__name__} is not among the encoders whose calls are padded"
     config = model.config
     if getattr(config, "is_decoder", False) or getattr(config, "add_cross_attention", False):
-        return "it is a decoder"
+        return "the model is a decoder"
     if getattr(config, "chunk_size_feed_forward", 0):
-        return "its feed-forward layers process their input in chunks"
+        return "the model's feed-forward layers process their input in chunks"
     if config._attn_implementation not in ("sdpa", "eager"):
         return f"the attention implementation {config._attn_implementation!r} may treat masked tokens differently"
     return features.refuses(feature)

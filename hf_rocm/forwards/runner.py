@@ -187,7 +187,7 @@ def _find_padded(model: Any, state: State, snapshot: Snapshot, user_call: _UserC
     if prior.recording is None and not state.lengths_differ(prior.key, padded.length):
         return None
     with prior.before:
-        return prior if padded.sees_tokens(padding.window_of(model)) else None
+        return prior if padded.every_position_attends(padding.window_of(model)) else None
 
 
 # The largest number of model states that are examined in one call, in case another thread keeps changing the model.

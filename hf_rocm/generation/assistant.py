@@ -3,7 +3,7 @@
 transformers calls the assistant's `generate` for every round of drafts, with the cache that the previous call
 returned, and removes rejected tokens from it in between. All of these calls (rounds) use one `DecodeCache`, which drops
 tokens by reducing its length. So nothing is copied between rounds, and the same recordings serve all of them. Where
-`drafting` can draft the tokens of a round, its call of `generate` is skipped.
+`drafting` can draft the tokens of a round, its call to `generate` is skipped.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Rounds:
         # The model's runner.
         self._verifier: FindRunner | None = None
         self._drafts: Drafts | None = None
-        # The settings of the last call of `generate`.
+        # The settings of the last call to `generate`.
         self._settings: RoundSettings | None = None
         # The last round, if it did not call `generate`.
         self._last: _Last | None = None
@@ -107,7 +107,7 @@ class Rounds:
             return stock(input_ids, *args, **kwargs)
 
     def draft(self, generator: Any, arguments: Mapping[str, Any]) -> Tensor | None:
-        """Draft the tokens of a round without a call of `generate`.
+        """Draft the tokens of a round without a call to `generate`.
 
         generator: an `AssistedCandidateGenerator` of the call. arguments: the argument of its `_generate_candidates`.
         Returns the tokens so far, followed by the drafts, [1, S]; None if the round has to call `generate`.

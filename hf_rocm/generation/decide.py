@@ -1,4 +1,4 @@
-"""Decide which models and calls of `generate` decode with recorded steps, and give the reason if they don't.
+"""Decide which models and calls to `generate` decode with recorded steps, and give the reason if they don't.
 
 A reason is a sentence; None means that nothing prevents recording.
 """
@@ -87,7 +87,7 @@ def refuses_model(model: Any) -> str | None:
 def refuses_ranks(model: Any) -> str | None:
     """Return why the ranks that this model is sharded over can't record its steps, or None."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        # This function runs on every call of generate, so skip the rest if there are no ranks.
+        # This function runs on every call to generate, so skip the rest if there are no ranks.
         return None
     config = getattr(getattr(model, "config", None), "distributed_config", None)
     if (getattr(config, "pp_size", None) or 1) > 1:
@@ -131,7 +131,7 @@ def refuses_device(model: nn.Module) -> str | None:
 def refuses_call(
     model: Any, generation_config: Any, model_kwargs: Mapping[str, Any], mode: Any, assistant: Any = None
 ) -> str | None:
-    """Return why this call of `generate` uses the cache that transformers chooses, or None.
+    """Return why this call to `generate` uses the cache that transformers chooses, or None.
 
     generation_config: the call's own copy. mode: transformers' `GenerationMode`. assistant: the call's assistant model.
     """

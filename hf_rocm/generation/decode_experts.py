@@ -1,4 +1,4 @@
-"""Count the changes of a model's experts implementation while calls of `generate` decode.
+"""Count the changes of a model's experts implementation while calls to `generate` decode.
 
 From transformers 5.0 on, `generate` replaces the implementation `grouped_mm` with `batched_mm` while it decodes, except
 on the CPU in later releases. All threads that use the model run this implementation, so it may change between and

@@ -93,7 +93,7 @@ class DeferredStop:
 
 @contextmanager
 def stopping_late(input_ids: Tensor, call: Mapping[str, Any]) -> Iterator[DeferredStop | None]:
-    """Within the block, defer the stop check of this thread's call of `_sample`, if that has no visible effect.
+    """Within the block, defer the stop check of this thread's call to `_sample`, if that has no visible effect.
 
     input_ids: [B, S]. call: the keyword arguments of `_sample`.
     """

@@ -30,7 +30,7 @@ FEATURE = "drafting"
 
 
 class RoundSettings(NamedTuple):
-    """The settings of a call of the assistant's `generate` that hold for all rounds.
+    """The settings of a call to the assistant's `generate` that hold for all rounds.
 
     ends: its EOS tokens. limit: the largest sequence length that does not exceed the assistant's positions, or None.
     padding: the padding token, which transformers masks in calls without a mask if it is not an EOS token, or None.

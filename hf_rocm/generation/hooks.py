@@ -211,7 +211,7 @@ _POSITIONAL = (
 
 
 class _Thread(threading.local):
-    """This thread's call of `generate`: custom loop, user code that may read the cache, assistant, other tokenizer."""
+    """This thread's call to `generate`: custom loop, user code that may read the cache, assistant, other tokenizer."""
 
     own_loop = False
     observer: str | None = None

@@ -1,4 +1,4 @@
-"""The inputs of decode steps: prepared by transformers once per call of `generate`, then advanced in place.
+"""The inputs of decode steps: prepared by transformers once per call to `generate`, then advanced in place.
 
 transformers prepares every step from scratch: it reads signatures and configs, slices and copies tensors, and builds
 the masks, mostly while the GPU waits. Here transformers prepares the first step of a call. If its masks and positions

@@ -62,7 +62,7 @@ class Launched:
 
 
 def refuses(arguments: Mapping[str, Any], observer: str | None) -> str | None:
-    """Return why the next step of a call of `_assisted_decoding` must not be launched early, or None.
+    """Return why the next step of a call to `_assisted_decoding` must not be launched early, or None.
 
     arguments: the keyword arguments of `_assisted_decoding`. observer: the name of a user's class whose code runs
     between two steps, or None.

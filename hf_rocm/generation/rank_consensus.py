@@ -2,7 +2,7 @@
 
 A recorded step contains the collectives of its rank. If one rank recorded or compared a step while another one ran it
 uncaptured, both would wait for a collective forever. So these decisions are reduced over all ranks, at the beginning
-and the end of a call of `generate` and whenever a step is recorded or compared. A replayed step needs no reduction.
+and the end of a call to `generate` and whenever a step is recorded or compared. A replayed step needs no reduction.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ _GROWTH = 256
 
 
 class Step:
-    """The steps of one call of `generate`, the first of which transformers prepared.
+    """The steps of one call to `generate`, the first of which transformers prepared.
 
     arguments: the arguments of `prepare_inputs_for_generation`. inputs: its result. known: the tensors of earlier calls
     with the same cache, reused if their shapes match. Raises `UnsupportedStep` if the inputs of the following steps
@@ -33,7 +33,7 @@ class Step:
 
     In a call that verifies drafts, the number of tokens of a step varies, and its position is the length of the cache.
     transformers would extend the arguments in `_CLOCKS` and the padding mask for every draft, so `advance` removes
-    them. The same applies to the steps of an assistant, but every round of drafts is a separate call of `generate`, and
+    them. The same applies to the steps of an assistant, but every round of drafts is a separate call to `generate`, and
     `resume` receives these arguments again in every round after the first.
     """
 

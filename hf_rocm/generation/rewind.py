@@ -1,4 +1,4 @@
-"""Repeat a call of `generate` if a replay is found to be wrong after its tokens were used.
+"""Repeat a call to `generate` if a replay is found to be wrong after its tokens were used.
 
 The loop of the call (`_sample`, for example) runs again, uncaptured, with a new cache and from its initial random
 state, so it returns the result of an uncaptured call. It begins at the prompt and not at the last verified step,

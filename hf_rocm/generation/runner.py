@@ -1,4 +1,4 @@
-"""The decode steps of one call of `generate`: run uncaptured at first, then recorded, compared and replayed.
+"""The decode steps of one call to `generate`: run uncaptured at first, then recorded, compared and replayed.
 
 A step without a recording runs uncaptured. The second step with the same key is recorded, and the following ones are
 replayed. `schedule` decides when a replay is compared with an uncaptured step, `comparison` compares them, and

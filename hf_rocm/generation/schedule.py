@@ -28,7 +28,7 @@ class Schedule:
 
     replays: the number of replays. since: the number of replays since the last comparison that agreed. in_call: how
     many of these belong to the current call. comparisons: the number of comparisons that agreed. calls: the number of
-    calls of `generate` that replayed the recording.
+    calls to `generate` that replayed the recording.
     """
 
     def __init__(self) -> None:

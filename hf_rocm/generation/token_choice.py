@@ -107,7 +107,7 @@ class Choice:
 
 
 def of_call(model: Any, arguments: Mapping[str, Any]) -> Choice | None:
-    """Return how a call of `_sample` chooses its tokens; None if transformers chooses them from the logits.
+    """Return how a call to `_sample` chooses its tokens; None if transformers chooses them from the logits.
 
     arguments: the keyword arguments of `_sample`.
     """

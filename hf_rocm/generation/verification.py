@@ -34,7 +34,7 @@ from hf_rocm.overlay.replacements import Watch
 
 
 class Verification:
-    """How a call of `_assisted_decoding` accepts drafts; used instead of a `token_choice.Choice`.
+    """How a call to `_assisted_decoding` accepts drafts; used instead of a `token_choice.Choice`.
 
     processors: the call's list of logits processors, which is empty. early, adaptive: those of the call's `Lookahead`.
     tokens: the tokens of the call. rounds: those of its assistant, or None.
@@ -88,7 +88,7 @@ class Verification:
 def of_call(
     model: Any, arguments: Mapping[str, Any], observer: str | None = None, rounds: Rounds | None = None
 ) -> Verification | None:
-    """Return how a call of `_assisted_decoding` accepts drafts; None if transformers reads the logits.
+    """Return how a call to `_assisted_decoding` accepts drafts; None if transformers reads the logits.
 
     arguments: the keyword arguments of `_assisted_decoding`. observer: the name of a user's class whose code runs
     between two steps, or None. rounds: those of the call's assistant, or None.

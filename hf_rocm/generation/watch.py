@@ -57,14 +57,14 @@ def watches_of(model: nn.Module) -> Watches:
     key = frozenset(map(type, modules_of(model))), frozenset(_strings(getattr(model, "config", None), ""))
     last = _last.get(model)
     if last is None or last[0] != key or not last[1].call.holds():
-        call = Watch(_references(*key), strangers=True)
-        step = Watch(filter(_may_change_during_a_call, call.references), strangers=True)
+        call = Watch(_references(*key), accept_foreign=True)
+        step = Watch(filter(_may_change_during_a_call, call.references), accept_foreign=True)
         last = _last[model] = key, Watches(call, step, replacement_among(call.references, KNOWN))
     return last[1]
 
 
 def last_watches_of(model: nn.Module) -> Watches:
-    """The last result of `watches_of`: within a call of `generate`, that from the beginning of the call."""
+    """The last result of `watches_of`: within a call to `generate`, that from the beginning of the call."""
     last = _last.get(model)
     return watches_of(model) if last is None else last[1]
 

@@ -88,7 +88,7 @@ def _prospect(state: FileState, catalog: Catalog) -> Prospect:
     if state.match is Match.CHANGED or state.installed is Installed.EDITED:
         return Prospect(state.model, False, f"{state.file.name} was edited here: {state.detail}")
     verified = state.match is Match.VERIFIED
-    status = "is a known file" if verified else f"is new, but every definition that its overlay needs is as in {known}"
+    status = "is known" if verified else f"is new, but every definition that its overlay needs is as in {known}"
     if catalog.find(state.model, state.release) is None:
         range_ = f"hf-rocm {__version__} supports {state.overlay.requires}"
         return Prospect(state.model, False, f"{state.file.name} {status}; still, {range_} and refuses other releases")

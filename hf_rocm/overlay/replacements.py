@@ -17,24 +17,24 @@ Function = TypeVar("Function", bound=Callable[..., object])
 
 _CACHED = type(lru_cache(lambda: None))
 
-# The expected value of a reference that was already replaced; no value equals it.
+# The expected value of a reference that was already replaced; no value is identical to it.
 _UNKNOWN: Any = object()
 
 
 class Watch:
     """References and their expected values. `unchanged()` compares them all, at about 20 ns per reference.
 
-    strangers: accept values of other packages as expected. Otherwise the watch reports a difference until a value of
-    a package in `OWN` is present. `difference` and `holds` ignore hf_rocm's own changes; `unchanged()` returns False
+    accept_foreign: accept values of other packages as expected. Otherwise the watch reports a difference until a value
+    of a package in `OWN` is present. `difference` and `holds` ignore hf_rocm's own changes; `unchanged()` returns False
     after such a change until `difference` or `holds` has been called.
     """
 
-    def __init__(self, references: Iterable[Reference], *, strangers: bool = False) -> None:
+    def __init__(self, references: Iterable[Reference], *, accept_foreign: bool = False) -> None:
         self.references = tuple({(id(item.holder), item.name): item for item in references}.values())
         self.expected = [reference.original() for reference in self.references]
-        if not strangers:
+        if not accept_foreign:
             pairs = zip(self.references, self.expected, strict=True)
-            self.expected = [_UNKNOWN if _is_stranger(*pair) else pair[1] for pair in pairs]
+            self.expected = [_UNKNOWN if _is_foreign(*pair) else pair[1] for pair in pairs]
         self._compile()
 
     def difference(self) -> str | None:
@@ -43,7 +43,7 @@ class Watch:
             value = reference.original()
             if value is self.expected[index]:
                 continue
-            if self.expected[index] is not _UNKNOWN or _is_stranger(reference, value):
+            if self.expected[index] is not _UNKNOWN or _is_foreign(reference, value):
                 return _sentence(reference, value)
             # The initial replacement was removed.
             self.expected[index] = value
@@ -71,7 +71,7 @@ def constant_in_traces(function: Function) -> Function:
 
 @constant_in_traces
 def unchanged(code: Any) -> bool:
-    """Whether the dependencies of a function, or of calling a class's instances, are the same as at the first check.
+    """Whether the dependencies of a function, or of a call to a class's instances, are the same as at the first check.
 
     hf_rocm's changes are ignored. False while a replacement that existed at the first check is present, and for a
     class of a package that is not in `OWN`.
@@ -95,7 +95,7 @@ def replacement_among(references: Iterable[Reference], known: frozenset[str] = O
     """
     for reference in references:
         value = reference.original()
-        if _is_stranger(reference, value) and origin(value).partition(".")[0] not in known:
+        if _is_foreign(reference, value) and origin(value).partition(".")[0] not in known:
             return _sentence(reference, value)
     return None
 
@@ -124,11 +124,11 @@ def origin(value: Any) -> str:
     return str((value if isinstance(value, type) else type(value)).__module__)
 
 
-def _is_stranger(reference: Reference, value: Any) -> bool:
+def _is_foreign(reference: Reference, value: Any) -> bool:
     if value is ABSENT:
         return reference.registry is None
     holder = reference.holder
-    if is_registry(value) or (isinstance(holder, type) and _is_foreign_classes_own(holder, reference.name, value)):
+    if is_registry(value) or (isinstance(holder, type) and _is_defined_by_foreign_class(holder, reference.name, value)):
         return False
     home = origin(value)
     package = home.partition(".")[0]
@@ -137,7 +137,7 @@ def _is_stranger(reference: Reference, value: Any) -> bool:
         return False
     if package not in OWN:
         is_definition = isinstance(value, (FunctionType, BuiltinFunctionType, type))
-        # The standard library, for example functools.partial, is not a stranger.
+        # Functions and classes of the standard library, for example functools.partial, are not foreign.
         return not (is_definition and package in sys.stdlib_module_names)
     if not isinstance(value, FunctionType) or not isinstance(holder, dict):
         return False
@@ -152,7 +152,7 @@ def _is_stranger(reference: Reference, value: Any) -> bool:
     )
 
 
-def _is_foreign_classes_own(cls: type, name: str, value: Any) -> bool:
+def _is_defined_by_foreign_class(cls: type, name: str, value: Any) -> bool:
     """Whether a method is defined by a class of another package, and is therefore not a replacement."""
     if cls.__module__.partition(".")[0] in OWN:
         return False
@@ -201,8 +201,8 @@ def _compiled(references: tuple[Reference, ...], expected: list[Any]) -> Callabl
         else:
             current = f"{place}[{name!r}]" if is_mapping(holder) else f"{place}.{name}"
             terms.append(f"{current} is value_{number}")
-    every = " and ".join(terms) or "True"
-    exec(f"def check():\n try: return {every}\n except (KeyError, AttributeError): return False", space)
+    condition = " and ".join(terms) or "True"
+    exec(f"def check():\n try: return {condition}\n except (KeyError, AttributeError): return False", space)
     return constant_in_traces(space["check"])
 
 

@@ -50,10 +50,10 @@ def decoding(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
     lines = ["steps are recorded and replayed" if reason is None else f"steps run uncaptured: {reason}"]
     if state is not None:
         caches, nbytes = state.pool.summary()
-        # `calls` counts the calls of generate that use a cache from hf_rocm.
+        # `calls` counts the calls to generate that use a cache from hf_rocm.
         if state.calls:
             lines.append(
-                f"recorded steps: {state.recorded}, replayed steps: {state.replayed}, calls of generate: {state.calls}"
+                f"recorded steps: {state.recorded}, replayed steps: {state.replayed}, calls to generate: {state.calls}"
             )
         if state.routes:
             lines.append(f"kernels of the last recorded step: {by_tier(state.routes)}")

@@ -48,13 +48,13 @@ def _encoder_lines(model: Any, disabled: str | None) -> Iterator[str]:
         yield f"recorded forwards: {state.recorded}, replayed forwards: {state.replayed}"
     latest = state.latest_recording()
     if latest is not None:
-        yield f"kernels of the last used recording: {by_tier(latest.routes)}"
+        yield f"kernels of the most recently used recording: {by_tier(latest.routes)}"
     if state.compared:
         yield f"{state.compared} of the replayed forwards were compared again with uncaptured forwards"
     if recordings:
         yield f"recordings kept: {recordings} ({nbytes / 2**20:.1f} MiB)"
     for length, count in sorted(state.padded.items()):
-        yield f"padded × {count}: to {length} tokens"
+        yield f"padded to {length} tokens: {count} call{'s' * (count != 1)}"
     for length, count in sorted(state.slower.items()):
         kinds = "1 kind of call" if count == 1 else f"{count} kinds of calls"
         yield f"no longer padded to {length} tokens: {kinds}, because the padded forward takes longer"

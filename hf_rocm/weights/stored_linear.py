@@ -127,7 +127,7 @@ class StoredLinear(StoredLayer):
 
 
 class EncodedLinear(QuantizedLinear):
-    """Replaces a `StoredLinear`: rows of a `QuantizedWeight` with the checkpoint's numbers.
+    """Replaces a `StoredLinear`. Its weight is a range of rows of a `QuantizedWeight` with the checkpoint's numbers.
 
     State dicts contain the checkpoint's tensors, on the CPU; the large ones are recreated byte for byte. Loading any of
     these tensors updates the encoded weight.

@@ -234,7 +234,7 @@ def _mlp(forward: ast.FunctionDef) -> str:
         given = f'activation="{joined["act"]}"' if joined["act"] != "activation_fn" else ""
         return f"JoinedMLP({given})"
     if _UNGATED.fullmatch(result):
-        raise Unknown("it has no gate: it stays stock")
+        raise Unknown("it has no gate and stays stock")
     raise Unknown(f"return {result}")
 
 

@@ -1,4 +1,4 @@
-"""Compare stock and hf_rocm in calls of `generate`: greedy, returned outputs, beams, drafts, encoder-decoder models."""
+"""Compare stock and hf_rocm in calls to `generate`: greedy, returned outputs, beams, drafts, encoder-decoder models."""
 
 from __future__ import annotations
 

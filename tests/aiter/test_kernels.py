@@ -24,8 +24,8 @@ SHAPES = {  # B, H, Hkv, S_q, S_k, D, D_v
 }
 
 pytestmark = pytest.mark.usefixtures("kernels", "mi300x")
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def random(*shape, dtype, seed=0):
@@ -64,8 +64,8 @@ def check_attention(kernels, shape, dtype, **keywords):
     return name, calls
 
 
-@each_shape
-@each_dtype
+@every_shape
+@every_dtype
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("window", [None, 1, 4, 100])
 def test_mha_fwd(kernels, shape, dtype, causal, window):
@@ -79,8 +79,8 @@ def test_mha_fwd(kernels, shape, dtype, causal, window):
     assert arguments["is_causal"] is causal and arguments["return_softmax_lse"] is False
 
 
-@each_shape
-@each_dtype
+@every_shape
+@every_dtype
 @pytest.mark.parametrize("window", [None, 4])
 def test_sinks_are_applied_through_the_log_sum_exp_if_the_kernel_has_no_sinks(kernels, shape, dtype, window):
     sinks = torch.linspace(-2, 2, shape[1]).to(dtype)
@@ -98,7 +98,7 @@ def test_flash_attn_func_calls_the_assembly_kernel_for_long_sequences(kernels, s
     assert name == "flash_attn_func" and [call.kernel for call in calls] == [kernel]
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize(
     "shape", [SHAPES["square"], SHAPES["chunk"], SHAPES["decode"], (1, 2, 1, 20, 20, 128, 128)], ids=str
@@ -142,7 +142,7 @@ def test_attention_without_keys_returns_zeros(kernels):
     assert torch.equal(output, torch.zeros(2, 3, 2, 8, dtype=torch.bfloat16)) and not calls
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(1, 16), (7, 64), (2, 3, 16), (64,), (0, 8)], ids=str)
 @pytest.mark.parametrize("n", [1, 63])
@@ -177,7 +177,7 @@ def test_linear_copies_rows_that_are_not_contiguous(kernels, monkeypatch):
     assert_as_good_as_eager(output, eager_linear(x, weight, offset), expected)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("shape", [(1, 16), (3, 48), (2, 5, 16), (0, 16)], ids=str)
 def test_act_and_mul(kernels, dtype, activation, shape):
@@ -189,7 +189,7 @@ def test_act_and_mul(kernels, dtype, activation, shape):
         assert_as_good_as_eager(output, eager_act_and_mul(x, activation), eager_act_and_mul(x.double(), activation))
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("shape", [(1, 8), (3, 64), (2, 5, 16), (2, 3, 4, 24), (0, 8)], ids=str)
 def test_rms_norm(kernels, dtype, shape):
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
@@ -203,7 +203,7 @@ def test_rms_norm(kernels, dtype, shape):
         assert_as_good_as_eager(output, eager_rms_norm(x, weight, 1e-6, False), expected)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("shape", [*SHAPES.values(), (2, 4, 2, 5, 9, 64, 128)], ids=str)
 def test_softcap(kernels, shape, dtype, window):
@@ -215,7 +215,7 @@ def test_softcap(kernels, shape, dtype, window):
 QUERY_ENDS, KEY_ENDS = torch.tensor([0, 5, 6, 14], dtype=torch.int32), torch.tensor([0, 5, 13, 21], dtype=torch.int32)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize(("d", "kernel"), [(64, "mha_varlen_fwd"), (128, "fmha_v3_varlen_fwd")])
@@ -239,7 +239,7 @@ def test_varlen_attention(kernels, dtype, softcap, window, d, kernel):
     assert_as_good_as_eager(output, eager_varlen(*packed, QUERY_ENDS, KEY_ENDS, **settings), expected)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_decode_attention_never_reads_unwritten_keys(kernels, dtype, sinks, kv_heads):
@@ -263,7 +263,7 @@ def test_decode_attention_never_reads_unwritten_keys(kernels, dtype, sinks, kv_h
         assert_as_good_as_eager(output[row : row + 1], eager, expected)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("shape", [(1, 8), (3, 64), (2, 5, 16), (0, 8)], ids=str)
 def test_add_rms_norm(kernels, dtype, shape):
     x, residual, weight = (
@@ -278,7 +278,7 @@ def test_add_rms_norm(kernels, dtype, shape):
             assert_as_good_as_eager(*entry)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated", [8, 16])
 def test_rope(kernels, dtype, interleaved, rotated):

@@ -17,7 +17,7 @@ BF16 = torch.bfloat16
 # The first release that registers operators under their own names.
 FIRST_SERVED = Version("0.1.6.post2")
 
-each_release = pytest.mark.parametrize("version", recorded.RELEASES)
+every_release = pytest.mark.parametrize("version", recorded.RELEASES)
 
 
 def random(*shape, seed=0):
@@ -44,7 +44,7 @@ def served(version):
     return Version(version) >= FIRST_SERVED
 
 
-@each_release
+@every_release
 @pytest.mark.parametrize("form", ["prefill", "decode", "chunk", "window", "softcap", "sinks", "sinks, one query"])
 def test_attention(recorded_as, version, form):
     recorded_as(version)
@@ -75,7 +75,7 @@ def test_attention(recorded_as, version, form):
         assert ("sink_size" in call.arguments) is (Version(version) >= Version("0.1.8"))
 
 
-@each_release
+@every_release
 def test_flash_attn_func(recorded_as, version):
     recorded_as(version)
     query, key = random(2, 4, 9, 128), random(2, 2, 9, 128, seed=1)
@@ -86,7 +86,7 @@ def test_flash_attn_func(recorded_as, version):
     torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
 
 
-@each_release
+@every_release
 @pytest.mark.parametrize("sinks", [False, True])
 def test_decode_attention(recorded_as, version, sinks):
     recorded_as(version)
@@ -104,7 +104,7 @@ def test_decode_attention(recorded_as, version, sinks):
     assert "cu_seqlens_kv" in call.arguments and "sink_ptr" not in call.arguments
 
 
-@each_release
+@every_release
 @pytest.mark.parametrize("form", ["prefill", "decode", "window", "sinks"])
 def test_radeon_attention_is_served_from_the_first_release_that_supports_it(recorded_as, version, form):
     recorded_as(version, "gfx1100")
@@ -121,7 +121,7 @@ def test_radeon_attention_is_served_from_the_first_release_that_supports_it(reco
     torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)
 
 
-@each_release
+@every_release
 def test_linear(recorded_as, version):
     recorded_as(version)
     x, weight, bias = random(3, 64), random(64, 64, seed=1), random(64, seed=2)
@@ -133,7 +133,7 @@ def test_linear(recorded_as, version):
     assert (call.arguments["bias"] is None) is (Version(version) < recorded.READS_SHUFFLED)
 
 
-@each_release
+@every_release
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_shuffled_linear(recorded_as, version, arch):
     recorded_as(version, arch)
@@ -151,7 +151,7 @@ def test_shuffled_linear(recorded_as, version, arch):
         assert call.arguments["B"].is_shuffled is True and not hasattr(shuffled.data, "is_shuffled")
 
 
-@each_release
+@every_release
 @pytest.mark.parametrize("one_plus", [False, True])
 @pytest.mark.parametrize("with_add", [False, True])
 def test_norms_are_served_or_refused_with_a_reason(recorded_as, version, one_plus, with_add):
@@ -173,7 +173,7 @@ def test_norms_are_served_or_refused_with_a_reason(recorded_as, version, one_plu
     assert call.arguments.get("gemma_norm", False) is one_plus
 
 
-@each_release
+@every_release
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_act_and_mul(recorded_as, version, activation):
     recorded_as(version)
@@ -186,7 +186,7 @@ def test_act_and_mul(recorded_as, version, activation):
         torch.testing.assert_close(output, ops.act_and_mul(x, activation=activation), rtol=0.02, atol=0.02)
 
 
-@each_release
+@every_release
 def test_rope(recorded_as, version):
     recorded_as(version)
     query, key, angles = random(2, 4, 5, 16), random(2, 2, 5, 16, seed=1), random(1, 5, 16, seed=2)

@@ -141,7 +141,7 @@ def test_an_unchecked_release_is_used_if_aiter_is_requested(recorded_as, monkeyp
         assert detect.unavailable(device) is None
 
 
-def test_decode_without_running_sums_uses_hf_rocms_decode_kernel(recorded_as, monkeypatch):
+def test_decode_without_cumulative_lengths_uses_hf_rocms_decode_kernel(recorded_as, monkeypatch):
     recorded_as(NEWEST)
     device = Device("cuda", rocm=True, arch="gfx942")
     monkeypatch.setattr(decode.split, "refuses", lambda spec, device: None)

@@ -1,7 +1,7 @@
 """Plant one-instruction faults in the machine code and check whether the tests in tests/triton detect them.
 
-`pytest tests/triton --machine-code gfx942 --machine-code-faults 60 --machine-code-report FILE` first runs the selected
-cases without faults, except those of `suite.LAST` and of the modules in `suite.LONG`, and records which variants they
+`pytest tests/triton --machine-code gfx942 --machine-code-faults 60 --machine-code-report FILE` first runs, without
+faults, the selected cases that are not in the modules `suite.LAST` and `suite.LONG`, and records which variants they
 execute. Then it takes the kernels in turn and draws, from a seeded generator, one of the kernel's variants, an
 instruction that a case reached, and a change. Up to `CASES` cases that execute the variant run, until one fails. The
 report lists all faults with their outcomes. `--machine-code-again FILE` plants the faults of an earlier report instead.

@@ -16,14 +16,14 @@ BARRIER = {
     "gfx1100": ["s_barrier"],
     "gfx1201": ["s_barrier_signal -1", "s_barrier_wait -1"],
 }
-each_architecture = pytest.mark.parametrize("arch", STORE)
+every_architecture = pytest.mark.parametrize("arch", STORE)
 
 
 def unwaited_stores(arch, *lines):
     return list(barriers.without_wait(one.program(arch, list(lines))))
 
 
-@each_architecture
+@every_architecture
 def test_stores_must_complete_before_a_barrier(arch):
     store, wait, other, barrier = STORE[arch], WAIT[arch], OTHER[arch], BARRIER[arch]
     assert unwaited_stores(arch, store, wait, *barrier) == []
@@ -33,7 +33,7 @@ def test_stores_must_complete_before_a_barrier(arch):
     assert unwaited_stores(arch, store, wait, store, *barrier, wait, *barrier)[0] == (3, 2)
 
 
-@each_architecture
+@every_architecture
 def test_every_path_is_followed(arch):
     """As in a fault on gfx1100, the barrier at the start of a loop is reached again after an iteration's stores."""
     store, wait, barrier = STORE[arch], WAIT[arch], BARRIER[arch]

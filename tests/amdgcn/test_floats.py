@@ -68,14 +68,13 @@ def test_fused_multiply_add_rounds_once(arch):
 
 def test_rounding_twice_would_differ():
     """Neither sum is exact in float64, where both round to the midpoint between two float32 numbers."""
-    a, b = np.array([1 + 2.0**-23], f32), np.array([1 + 2.0**-23 * 0.5], f32)
+    a = np.array([1 + 2.0**-23], f32)
     total = np.array([1 + 2.0**-24], np.float64)
     for error, expected in ((2.0**-80, 1 + 2.0**-23), (-(2.0**-80), 1.0)):
         rounded = floats.round_to_odd(total, np.array([error])).astype(f32)
         assert rounded[0] == expected
     c = np.array([2.0**-24], f32)
     assert floats.fma32(a, np.array([1.0], f32), c)[0] == nearest(exact(a[0], 1.0, c[0]), f32)
-    assert b[0] in (1.0, 1 + 2.0**-23)
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -342,7 +342,7 @@ def test_status_record_shows_a_table_and_its_progress_on_a_terminal_only(
     shown = command("status", "--record")
     assert (shown.code, shown.err) == (0, "")
     assert "overlay  -           models/bert/modeling_bert.py" in shown.out
-    summary = "1 with a block of hf-rocm appended; 0 neither stock nor written by this hf-rocm"
+    summary = "1 with a block of hf-rocm appended; 0 missing, or neither stock nor written by this hf-rocm"
     assert f"{len(present)} files compared, {summary}" in shown.out
     with monkeypatch.context() as terminal:
         terminal.setattr(sys.stderr, "isatty", lambda: True)

@@ -15,7 +15,7 @@ from tests.tolerance import assert_run_as_good_as_eager
 
 TEXT = [case for case in CASES if case.kind == "text"]
 PADDED = [case for case in CASES if case.kind in ("text", "encoder", "seq2seq")]
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
 def compare(case, models, run):
@@ -49,7 +49,7 @@ def numbered(tensors):
     return {f"scores {call}": tensor for call, tensor in enumerate(tensors)}
 
 
-@each_dtype
+@every_dtype
 @params(CASES)
 def test_outputs_equal_stock(case, dtype, trio):
     def run(model):
@@ -71,7 +71,7 @@ def test_padded_batches_equal_stock(case, padding, trio):
     compare(case, trio(), run)
 
 
-@each_dtype
+@every_dtype
 @params(TEXT, without="cache")
 def test_prefill_decoding_and_a_chunk_on_a_filled_cache_equal_stock(case, dtype, trio):
     prompt, further = inputs.tokens(2, 9), inputs.tokens(2, 5, seed=1)

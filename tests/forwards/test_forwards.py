@@ -285,7 +285,7 @@ def test_explain_lists_recorded_and_uncaptured_forwards(pair):
     prepared(**inputs("bert"))
     lines = hf_rocm.explain(prepared).forwards
     assert lines[:2] == ("forwards are recorded and replayed", "recorded forwards: 1, replayed forwards: 2")
-    assert lines[2].startswith("kernels of the last used recording: ") and lines[2].endswith(" by torch")
+    assert lines[2].startswith("kernels of the most recently used recording: ") and lines[2].endswith(" by torch")
     assert lines[-1].startswith("uncaptured × 1: gradients are enabled")
     assert (
         "recorded forwards: 1" in str(hf_rocm.explain(prepared))

@@ -100,7 +100,7 @@ def test_pipelines_of_images_of_mixed_sizes_equal_stock(recorded_on_cpu):
 
 
 def test_moves_that_change_nothing_keep_the_recordings(recorded_on_cpu, tokenizer):
-    """In every call of `encode`, sentence-transformers moves its model to the device that it is already on."""
+    """In every call to `encode`, sentence-transformers moves its model to the device that it is already on."""
     model = hf_rocm.prepare(make("bert"), force=True)
     run = transformers.pipeline("feature-extraction", model=model, device="cpu", tokenizer=tokenizer)
     recorded = []

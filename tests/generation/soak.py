@@ -1,4 +1,4 @@
-"""Random calls of `generate`, one at a time, from several threads, and after the weights have changed.
+"""Random calls to `generate`, one at a time, from several threads, and after the weights have changed.
 
 The decoders of the families differ in structure. Properties of a model determine the kinds of calls that it doesn't
 support, with stock transformers or with recorded steps. These kinds are left out, and every remaining call must be

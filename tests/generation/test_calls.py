@@ -178,7 +178,7 @@ def test_explain_lists_recorded_and_uncaptured_calls(pair):
     generate(prepared, use_cache=False)
     explanation = hf_rocm.explain(prepared).decoding
     assert explanation[0] == "steps are recorded and replayed"
-    assert explanation[1] == "recorded steps: 1, replayed steps: 8, calls of generate: 1"
+    assert explanation[1] == "recorded steps: 1, replayed steps: 8, calls to generate: 1"
     operations, _, tier = explanation[2].removeprefix("kernels of the last recorded step: ").rpartition(" by ")
     assert tier == "torch" and {"linear", "rms_norm", "finish_step"} < set(operations.split(", "))
     assert "uncaptured × 1: the call uses no cache" in explanation

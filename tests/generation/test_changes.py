@@ -139,7 +139,7 @@ def test_preparing_twice_keeps_the_setting_and_restore_frees_the_state(pair):
     generate(prepared)
     assert hf_rocm.prepare(prepared, force=True) is prepared
     assert torch.equal(generate(prepared), generate(stock))
-    # Graphs are still required, because the first call of `prepare` required them.
+    # Graphs are still required, because the first call to `prepare` required them.
     assert counted(prepared)[1]
     hf_rocm.restore(prepared)
     assert known(prepared) is None and not any(name.startswith("_hf_rocm") for name in prepared.__dict__)

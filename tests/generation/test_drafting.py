@@ -1,4 +1,4 @@
-"""Rounds of an assistant without a call of `generate` draft the same tokens as stock transformers."""
+"""Rounds of an assistant without a call to `generate` draft the same tokens as stock transformers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Drafts:
 
 
 def drafts_in(result):
-    """The drafts in the result of a call of the assistant's `generate`."""
+    """The drafts in the result of a call to the assistant's `generate`."""
     return result.sequences[0, -len(result.scores) :].tolist()
 
 

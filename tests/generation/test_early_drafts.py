@@ -57,7 +57,7 @@ def test_drafts_are_verified_by_a_step_that_is_launched_early(trio, drafts, laun
 
 @pytest.fixture
 def guesses(monkeypatch):
-    """For every call of `Drafts.go_on`: whether it launched only the first draft, and whether that was launched before.
+    """For every call to `Drafts.go_on`: whether it launched only the first draft, and whether that was launched before.
 
     With `_LIKELY = 1`, the first draft is launched after every round whose drafts were all accepted.
     """

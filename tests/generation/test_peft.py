@@ -75,7 +75,7 @@ def test_the_wrapped_model_is_recorded_and_explained(wrap, first, recorded_on_cp
         assert torch.equal(generate(model, inputs), expected)
     assert counted(stock)[1] > 0
     lines = hf_rocm.explain(model).decoding
-    assert lines[0] == "steps are recorded and replayed" and "calls of generate: 2" in lines[1]
+    assert lines[0] == "steps are recorded and replayed" and "calls to generate: 2" in lines[1]
     hf_rocm.restore(model)
     assert known(stock) is None and not patches.of(stock)
     assert not [name for module in model.modules() for name in vars(module) if name.startswith("_hf_rocm_")]

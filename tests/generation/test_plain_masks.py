@@ -110,7 +110,7 @@ def test_a_users_own_function_goes_through_vmap(calls):
 def test_restored_and_compiled_models_have_transformers_masks(monkeypatch):
     served, stock = prepared("llama")
     hf_rocm.restore(served)
-    # A call of `_seen` would raise.
+    # A call to `_seen` would raise.
     monkeypatch.setattr(plain_masks, "_seen", None)
     with torch.no_grad():
         expected = stock(**prompt(padded=3)).logits

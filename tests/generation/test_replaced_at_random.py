@@ -166,7 +166,7 @@ class Replacing(RuleBasedStateMachine):
         return {route.operation for route in routes}
 
     def generated(self, beams=1):
-        """Compare the tokens of a call of `generate`, whose steps may be replayed, with stock's."""
+        """Compare the tokens of a call to `generate`, whose steps may be replayed, with stock's."""
         expected = generate(self.stock, new=8, num_beams=beams)
         assert torch.equal(generate(self.prepared(), new=8, num_beams=beams), expected)
 

@@ -32,7 +32,7 @@ class Event:
 
 @pytest.fixture
 def recorded_on_stream(monkeypatch):
-    """The arguments of every call of `record_current_stream`, as lists of tensors."""
+    """The arguments of every call to `record_current_stream`, as lists of tensors."""
     calls = []
     monkeypatch.setattr(pool, "record_current_stream", lambda tensors: calls.append(list(tensors)))
     # The stream of every other device, including the current device.

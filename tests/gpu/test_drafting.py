@@ -1,4 +1,4 @@
-"""Rounds of an assistant without a call of `generate`, with real recordings, draft as in stock transformers."""
+"""Rounds of an assistant without a call to `generate`, with real recordings, draft as in stock transformers."""
 
 from __future__ import annotations
 

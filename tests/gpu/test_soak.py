@@ -1,4 +1,4 @@
-"""Random calls of `generate` with real recordings return stock's tokens in fp32 and use constant memory."""
+"""Random calls to `generate` with real recordings return stock's tokens in fp32 and use constant memory."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.tolerance import assert_as_good_as_eager
 
 pytestmark = pytest.mark.gpu
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 TERMS = {"limit": 2.0, "alpha": 1.702}
 
 
@@ -41,7 +41,7 @@ def angles(batch, length, rotated, dtype, *, interleaved=False):
     return doubled.cos().to(dtype), doubled.sin().to(dtype)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rotary_angles_are_as_accurate_as_pytorchs_functions(layout, dtype):
     inv_freq = 10000.0 ** -(torch.arange(64, device="cuda") / 64)
@@ -59,7 +59,7 @@ def heads(b, s, dtype, *, h=32, kv=8, d=128):
     return [part.unflatten(-1, (-1, d)).transpose(1, 2) for part in fused.split((h * d, kv * d, kv * d), -1)]
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("one_plus", [False, True])
 @pytest.mark.parametrize("shape", [(1, 4096), (3, 63), (37, 3584), (4, 9, 128), (2, 16384), (5, 32768)], ids=str)
 def test_rms_norm(shape, one_plus, dtype):
@@ -85,7 +85,7 @@ def test_norms_round_where_transformers_does():
     assert differs.float().mean() < 1e-3
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(1, 14336), (3, 63), (257, 2880)], ids=str)

@@ -11,7 +11,7 @@ from tests.tolerance import assert_as_good_as_eager
 
 pytestmark = pytest.mark.gpu
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 SIZES = [(8, 8, 2048, 768), (5, 4, 2880, 2880), (7, 3, 777, 130)]  # (E, k, H, I)
 
 
@@ -28,7 +28,7 @@ def on_gpu(shape, dtype, layout):
     return [tensor.cuda() for tensor in tensors], moved
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 8])

@@ -13,7 +13,7 @@ from tests.tolerance import assert_as_good_as_eager
 
 pytestmark = pytest.mark.gpu
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -26,7 +26,7 @@ def unprobed():
         yield
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 1024), (1000, 777), (96, 14336)])
 @pytest.mark.parametrize("m", [1, 2, 3, 8, 16, 17, 19, 32])
 def test_linear(m, n, k, dtype):
@@ -38,7 +38,7 @@ def test_linear(m, n, k, dtype):
     assert_as_good_as_eager(output, eager_linear(x, weight, bias), expected)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("k", [4096, 520])
 @pytest.mark.parametrize("m", [1, 2, 8, 32])
 @pytest.mark.parametrize("form", ["norm", "1 + w", "gate", "all"])

@@ -56,7 +56,7 @@ def build(name: str) -> Any:
 
 
 @pytest.fixture(scope="module", params=["Llama", "Gemma2", "Qwen3"])
-def each_pair(request):
+def every_pair(request):
     model = build(request.param)
     return model, hf_rocm.prepare(copy.deepcopy(model), force=True)
 
@@ -101,15 +101,15 @@ def assert_same(actual: Any, stock: Any) -> None:
         torch.testing.assert_close(result, reference, rtol=1e-4, atol=1e-4)
 
 
-def test_few_rows_run_one_gemm_per_part(each_pair, few):
-    stock, actual = each_pair
+def test_few_rows_run_one_gemm_per_part(every_pair, few):
+    stock, actual = every_pair
     output, routes = run(actual)
     assert_same(output, run(stock)[0])
     assert routes.count(FUSED) == 4 * LAYERS
 
 
-def test_few_rows_and_many_rows_are_bitwise_equal(each_pair, monkeypatch):
-    _, actual = each_pair
+def test_few_rows_and_many_rows_are_bitwise_equal(every_pair, monkeypatch):
+    _, actual = every_pair
     many, routes = run(actual)
     assert FUSED not in routes
     monkeypatch.setattr(decoder, "can_fuse", lambda x: True)
@@ -118,8 +118,8 @@ def test_few_rows_and_many_rows_are_bitwise_equal(each_pair, monkeypatch):
     assert all(map(torch.equal, together.layers, many.layers))
 
 
-def test_with_many_rows_the_residual_sum_and_the_second_norm_are_fused(each_pair):
-    stock, actual = each_pair
+def test_with_many_rows_the_residual_sum_and_the_second_norm_are_fused(every_pair):
+    stock, actual = every_pair
     output, routes = run(actual)
     assert_same(output, run(stock)[0])
     assert routes.count("add_rms_norm") == LAYERS
@@ -237,8 +237,8 @@ def test_a_single_layer_is_called_like_its_stock_forward(pair, few):
     torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-5)
 
 
-def test_generation_with_a_cache_equals_stock(each_pair, few):
-    stock, actual = each_pair
+def test_generation_with_a_cache_equals_stock(every_pair, few):
+    stock, actual = every_pair
     arguments: dict[str, Any] = {"min_new_tokens": 12, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     with ops.recording() as routes:
         output = actual.generate(TOKENS, **arguments)

@@ -20,7 +20,7 @@ from tests.weights import models
 from tests.weights.stored_checkpoints import SIZES
 
 KINDS = ["fp8", "int8", "int4", "int4-g64", "int4-g32", "mxfp4"]
-each_kind = pytest.mark.parametrize("kind", KINDS)
+every_kind = pytest.mark.parametrize("kind", KINDS)
 LIBRARY = importlib.util.find_spec("compressed_tensors") is not None
 
 # Runs in a separate process, because compressed-tensors changes nn.Module permanently.
@@ -67,7 +67,7 @@ def unchanged(model, before):
     assert "quantization_config" not in model.config.__dict__
 
 
-@each_kind
+@every_kind
 @pytest.mark.parametrize("prepare", [True, False], ids=["prepared", "stock"])
 def test_the_same_numbers_are_loaded(kind, prepare, tmp_path):
     model = quantized(kind, prepare=prepare)
@@ -84,7 +84,7 @@ def test_the_same_numbers_are_loaded(kind, prepare, tmp_path):
     assert sum(tensor.nbytes for tensor in loaded.buffers()) == sum(tensor.nbytes for tensor in model.buffers())
 
 
-@each_kind
+@every_kind
 def test_the_files_have_packed_weights(kind, tmp_path):
     hf_rocm.save_quantized(quantized(kind, exclude=["down_proj"]), tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
@@ -118,7 +118,7 @@ def read_by_stock(checked, tmp_path_factory):
 
 
 @pytest.mark.skipif(not LIBRARY, reason="not run: needs compressed-tensors")
-@each_kind
+@every_kind
 def test_stock_transformers_reads_the_checkpoint(kind, read_by_stock):
     model, weights, actual = read_by_stock[kind]
     ordinary = hf_rocm.dequantize(model)

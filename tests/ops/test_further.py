@@ -16,8 +16,8 @@ from tests.tolerance import assert_as_good_as_eager
 DTYPES = [torch.float32, torch.bfloat16]
 TIERS = ["torch", "eager"]
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-each_tier = pytest.mark.parametrize("tier", TIERS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_tier = pytest.mark.parametrize("tier", TIERS)
 
 
 def random(*shape, dtype, seed=0):
@@ -31,8 +31,8 @@ def routed(family, tier, operation, *arguments, **keywords):
     return output
 
 
-@each_dtype
-@each_tier
+@every_dtype
+@every_tier
 @pytest.mark.parametrize("window", [None, 2])
 def test_varlen_attention(tier, dtype, window):
     query, key = random(9, 4, 8, dtype=dtype), random(14, 2, 8, dtype=dtype, seed=1)
@@ -48,8 +48,8 @@ def test_varlen_attention(tier, dtype, window):
     assert_as_good_as_eager(output, eager, torch.cat(pieces), summed=value)
 
 
-@each_dtype
-@each_tier
+@every_dtype
+@every_tier
 def test_log_sum_exp_of_packed_sequences(tier, dtype):
     """The result is −inf for queries without keys, and for those after the last sequence."""
     query, key = random(9, 4, 8, dtype=dtype), random(14, 2, 8, dtype=dtype, seed=1)
@@ -69,7 +69,7 @@ def test_log_sum_exp_of_packed_sequences(tier, dtype):
     assert_as_good_as_eager(actual[finite], eager[finite], expected[finite])
 
 
-@each_tier
+@every_tier
 def test_attention_over_parts_of_the_keys_can_be_combined_with_log_sum_exp(tier):
     query, key = random(5, 4, 8, dtype=torch.float32), random(12, 2, 8, dtype=torch.float32, seed=1)
     value = random(12, 2, 8, dtype=torch.float32, seed=2)
@@ -100,8 +100,8 @@ def test_softcap_of_packed_sequences_runs_in_eager():
         ops.varlen_attention(query, query, query, ends, ends, **arguments)
 
 
-@each_dtype
-@each_tier
+@every_dtype
+@every_tier
 def test_decode_attention_ignores_unwritten_keys(tier, dtype):
     query, key, value = random(3, 4, 1, 8, dtype=dtype), *(random(3, 2, 6, 8, dtype=dtype, seed=s) for s in (1, 2))
     for row, length in enumerate((1, 6, 3)):
@@ -129,8 +129,8 @@ def test_sinks_of_decode_attention_run_in_eager():
         ops.decode_attention(query, key, key, lengths, scale=0.3, sinks=sinks)
 
 
-@each_dtype
-@each_tier
+@every_dtype
+@every_tier
 @pytest.mark.parametrize("one_plus", [False, True])
 @pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (0, 8)], ids=str)
 def test_add_rms_norm(tier, dtype, one_plus, shape):
@@ -141,8 +141,8 @@ def test_add_rms_norm(tier, dtype, one_plus, shape):
         assert torch.equal(normed, ops.rms_norm(total, weight, eps=1e-6, one_plus=one_plus))
 
 
-@each_dtype
-@each_tier
+@every_dtype
+@every_tier
 @pytest.mark.parametrize("one_plus", [False, True])
 @pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (0, 8)], ids=str)
 def test_norm_add(tier, dtype, one_plus, shape):
@@ -158,8 +158,8 @@ def test_norm_add(tier, dtype, one_plus, shape):
     assert none is None and torch.equal(alone, total)
 
 
-@each_dtype
-@each_tier
+@every_dtype
+@every_tier
 @pytest.mark.parametrize("biased", [True, False])
 @pytest.mark.parametrize("keep_sum", [True, False])
 @pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (0, 8)], ids=str)
@@ -179,8 +179,8 @@ def test_add_layer_norm(tier, dtype, shape, keep_sum, biased):
         assert_as_good_as_eager(normed, stock, torch.nn.functional.layer_norm(wide[0], shape[-1:], *wide[1:], 1e-5))
 
 
-@each_dtype
-@each_tier
+@every_dtype
+@every_tier
 @pytest.mark.parametrize(("name", "module"), [("quick_gelu", "QuickGELUActivation"), ("gelu_new", "NewGELUActivation")])
 def test_act(name, module, tier, dtype):
     """In the torch tier, outputs and gradients are bitwise equal to those of transformers' modules."""
@@ -217,8 +217,8 @@ def test_norm_add_refuses_norms_of_two_kinds():
         ops.norm_add(x, x, ops.Norm(weight, 1e-6, False), ops.Norm(weight, 1e-6, True))
 
 
-@each_dtype
-@each_tier
+@every_dtype
+@every_tier
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotated", [2, 6, 8])
 def test_rope_rotates_every_pair_by_its_angle(tier, dtype, interleaved, rotated):
@@ -256,7 +256,7 @@ def test_shuffling_is_a_permutation_with_an_inverse(n, k):
     assert torch.equal(shuffled.data.flatten()[8:16], weight[1, :8])
 
 
-@each_tier
+@every_tier
 @pytest.mark.parametrize("bias", [False, True])
 def test_shuffled_linear(tier, bias):
     x, weight = random(2, 3, 32, dtype=torch.bfloat16), random(16, 32, dtype=torch.bfloat16, seed=1)
@@ -274,7 +274,7 @@ def test_unsupported_weights_are_not_shuffled(shape, dtype):
         ops.shuffle(torch.zeros(shape, dtype=dtype))
 
 
-@each_dtype
+@every_dtype
 def test_the_output_is_zero_for_queries_without_keys(dtype):
     """The output is zero for queries without keys, and for those after the last sequence."""
     query, key = random(9, 4, 8, dtype=dtype), random(7, 2, 8, dtype=dtype, seed=1)
@@ -290,8 +290,8 @@ def test_the_output_is_zero_for_queries_without_keys(dtype):
         ops.varlen_attention(query, key, key, ends, key_ends, sinks=sinks, **arguments)
 
 
-@each_dtype
-@each_tier
+@every_dtype
+@every_tier
 def test_paged_attention_uses_the_page_table(tier, dtype):
     """Unwritten slots are NaN. For a row without a request, the output is zero and nothing is written."""
     query, new = random(3, 4, 1, 8, dtype=dtype), random(3, 2, 1, 8, dtype=dtype, seed=1)

@@ -43,9 +43,9 @@ IMPLEMENTATIONS = {
     "sorted tokens, loop": moe_torch.sorted_loop,
 }
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 needs_grouped_mm = pytest.mark.skipif(moe_torch._grouped_mm is None, reason="not run: this PyTorch has no grouped_mm")
 
 
@@ -87,9 +87,9 @@ def arguments_of(tensors, keywords):
     return ExpertsCall(*tensors, *biases, PLAIN._replace(**keywords))
 
 
-@each_dtype
-@each_layout
-@each_shape
+@every_dtype
+@every_layout
+@every_shape
 def test_the_torch_tier_is_as_accurate_as_eager(dtype, layout, shape):
     tensors, keywords = drawn(shape, dtype, layout)
     with options.override(tiers={"experts": "torch"}), ops.recording() as routes:
@@ -98,8 +98,8 @@ def test_the_torch_tier_is_as_accurate_as_eager(dtype, layout, shape):
     assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
 
 
-@each_dtype
-@each_layout
+@every_dtype
+@every_layout
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 def test_every_implementation_is_as_accurate_as_eager(name, dtype, layout):
     if name == "grouped_mm" and moe_torch._grouped_mm is None:
@@ -123,7 +123,7 @@ def test_the_oracle_follows_the_formula():
 
 
 @needs_grouped_mm
-@each_dtype
+@every_dtype
 def test_grouped_mm_serves_supported_sizes(dtype):
     tensors, keywords = drawn(SHAPES["odd"], dtype, {})
     with ops.recording() as routes:
@@ -285,7 +285,7 @@ def test_the_probe_detects_a_wrong_implementation(monkeypatch):
 
 
 @needs_grouped_mm
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("grad", [False, True], ids=["no gradients", "gradients"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_grouped_mm_passes_its_check(layout, grad, dtype):

@@ -18,8 +18,8 @@ SHAPES = {
     "every expert": (3, 4, 4, 32, 64),
     "one expert each": (9, 4, 1, 64, 96),
 }
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def drawn(shape, dtype, seed=0):
@@ -58,8 +58,8 @@ def reference(tensors, keywords):
     return eager(wide, keywords)
 
 
-@each_dtype
-@each_shape
+@every_dtype
+@every_shape
 def test_the_torch_tier_is_as_accurate_as_eager(dtype, shape):
     tensors, keywords = drawn(shape, dtype)
     with options.override(tiers={"experts": "torch"}), ops.recording() as routes:
@@ -68,7 +68,7 @@ def test_the_torch_tier_is_as_accurate_as_eager(dtype, shape):
     assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_other_gates_without_biases_are_as_accurate_as_eager(activation, dtype):
     tensors, keywords = unbiased(drawn((9, 5, 3, 96, 64), dtype)[0], activation)
@@ -90,7 +90,7 @@ def test_invalid_arguments_are_refused():
         ops.mxfp4_experts(x, *first, second, scales, None, ids, weights)
 
 
-@each_shape
+@every_shape
 def test_the_oracle_equals_that_of_ordinary_weights(shape):
     (x, first, first_scales, first_bias, second, second_scales, second_bias, ids, weights), keywords = drawn(
         shape, torch.float64

@@ -16,9 +16,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 TIERS = ["torch", "eager"]
 SHAPES = [(1, 8), (3, 63), (2, 5, 64), (2, 1, 130), (0, 16)]
 
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-each_tier = pytest.mark.parametrize("tier", TIERS)
-each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_tier = pytest.mark.parametrize("tier", TIERS)
+every_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def random(*shape, dtype, seed=0):
@@ -39,9 +39,9 @@ def compare(output, eager, expected):
         assert_as_good_as_eager(output, eager, expected)
 
 
-@each_shape
-@each_dtype
-@each_tier
+@every_shape
+@every_dtype
+@every_tier
 @pytest.mark.parametrize("one_plus", [False, True])
 def test_rms_norm(tier, dtype, shape, one_plus):
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
@@ -77,9 +77,9 @@ def test_a_weight_of_another_dtype_runs_in_eager():
     assert routes[0].tier == "eager"
 
 
-@each_shape
-@each_dtype
-@each_tier
+@every_shape
+@every_dtype
+@every_tier
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_act_and_mul(tier, dtype, shape, activation):
     x = random(*shape[:-1], 2 * shape[-1], dtype=dtype) * 4
@@ -105,8 +105,8 @@ def test_an_unknown_activation_is_refused():
         ops.act_and_mul(torch.ones(1, 2), activation="relu6")
 
 
-@each_dtype
-@each_tier
+@every_dtype
+@every_tier
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("mnk", [(1, 1, 1), (1, 63, 130), (7, 16, 8), (0, 4, 4)], ids=str)
 def test_linear(tier, dtype, bias, mnk):

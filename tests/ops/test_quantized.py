@@ -33,9 +33,9 @@ BF16 = torch.bfloat16
 DTYPES = [torch.float32, BF16, torch.float16]
 SHAPES = [((1, 16), 16), ((3, 63), 5), ((2, 5, 64), 48), ((130,), 33), ((17, 24), 1)]
 
-each_format = pytest.mark.parametrize("format", eight_bit.FORMATS, ids=str)
-each_tier = pytest.mark.parametrize("tier", ["torch", "eager"])
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_format = pytest.mark.parametrize("format", eight_bit.FORMATS, ids=str)
+every_tier = pytest.mark.parametrize("tier", ["torch", "eager"])
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 def random(*shape, dtype=BF16, seed=0):
@@ -98,9 +98,9 @@ def within_the_bound(output, x, weight, bias, format):
 
 @pytest.mark.parametrize(("shape", "n"), SHAPES, ids=str)
 @pytest.mark.parametrize("bias", [False, True])
-@each_dtype
-@each_tier
-@each_format
+@every_dtype
+@every_tier
+@every_format
 def test_results_are_within_the_bound_of_the_format(format, tier, dtype, bias, shape, n):
     x, weight, offset = tensors(shape, n, dtype, bias)
     data, scale = rounded(weight, format)
@@ -158,8 +158,8 @@ def supports(request, monkeypatch):
     registry.forget_choices()
 
 
-@each_dtype
-@each_format
+@every_dtype
+@every_format
 def test_the_route_depends_on_the_gemms_that_a_cpu_supports(format, dtype, supports):
     """The other tests cover only the CPU of this machine. This test covers every branch."""
     x, weight, bias = tensors((5, 64), 16, dtype, True)
@@ -187,17 +187,17 @@ def test_fp64_is_served_by_the_eager_tier():
     within_the_bound(routed("eager", x, *rounded(weight, INT8)), x, weight, None, INT8)
 
 
-@each_tier
-@each_format
+@every_tier
+@every_format
 @pytest.mark.parametrize("shape", [(0, 16), (2, 0, 16)], ids=str)
 def test_an_empty_batch_returns_an_empty_output(format, tier, shape):
     data, scale = rounded(random(8, 16), format)
     assert routed(tier, random(*shape), data, scale, random(8)).shape == (*shape[:-1], 8)
 
 
-@each_tier
-@each_format
-@each_dtype
+@every_tier
+@every_format
+@every_dtype
 def test_zeros_tiny_numbers_and_nan_affect_only_their_row(format, tier, dtype):
     weight = random(8, 32, dtype=dtype, seed=1)
     weight[3] = 0
@@ -218,7 +218,7 @@ def test_zeros_tiny_numbers_and_nan_affect_only_their_row(format, tier, dtype):
     assert torch.equal(routed(tier, clean, data, scale, bias)[[0, 1, 4]], output[[0, 1, 4]])
 
 
-@each_tier
+@every_tier
 def test_columns_of_x_are_reordered_after_the_norm(tier):
     x, weight = random(2, 3, 64), random(8, 64, seed=1)
     norm, order = (
@@ -232,8 +232,8 @@ def test_columns_of_x_are_reordered_after_the_norm(tier):
             assert torch.equal(ops.quantized_linear(x, data, scale, norm=norm, order=order), expected)
 
 
-@each_tier
-@each_format
+@every_tier
+@every_format
 def test_a_weight_row_with_nan_makes_one_output_nan(format, tier):
     weight = random(8, 32, seed=1)
     weight[5, 0] = torch.nan
@@ -241,7 +241,7 @@ def test_a_weight_row_with_nan_makes_one_output_nan(format, tier):
     assert output.isnan().sum(0).tolist() == [0, 0, 0, 0, 0, 3, 0, 0]
 
 
-@each_format
+@every_format
 @pytest.mark.parametrize("factor", [2.0**-100, 1.0, 2.0**100])
 def test_rows_are_rounded_to_the_nearest_number(format, factor):
     """The largest magnitude in a row becomes the format's largest number. Representable values are kept."""
@@ -256,7 +256,7 @@ def test_rows_are_rounded_to_the_nearest_number(format, factor):
     assert torch.equal(dequantize_rows(rows, scale.flatten(), torch.float64), back)
 
 
-@each_format
+@every_format
 @given(n=st.integers(1, 3), k=st.integers(1, 4))
 def test_the_shuffled_order_has_an_inverse(format, n, k):
     rows, _ = quantize_rows(random(16 * n, 32 * k), format)
@@ -267,8 +267,8 @@ def test_the_shuffled_order_has_an_inverse(format, n, k):
     assert torch.equal(shuffled[:16].double(), part.double())
 
 
-@each_tier
-@each_format
+@every_tier
+@every_format
 def test_a_shuffled_weight_gives_the_same_results(format, tier):
     x, weight, bias = tensors((5, 64), 32, BF16, True)
     data, scale = rounded(weight, format)
@@ -276,7 +276,7 @@ def test_a_shuffled_weight_gives_the_same_results(format, tier):
     assert torch.equal(routed(tier, x, shuffle_rows(data), scale, bias, shuffled=True), expected)
 
 
-@each_format
+@every_format
 @pytest.mark.parametrize("rows", [1, 6])
 def test_it_compiles_into_one_graph(format, rows):
     x, weight, bias = tensors((rows, 32), 16, BF16, True)

@@ -204,7 +204,7 @@ def test_experts_of_transformers_interface_are_declared(script: ModuleType, tmp_
     stock = demo(tmp_path, "", "", "self.act_fn(self.up_proj(x))")
     file = stock / "models/demo/modeling_demo.py"
     plain = file.read_text()
-    assert draft(script, stock).left["DemoMLP"] == "it has no gate: it stays stock"
+    assert draft(script, stock).left["DemoMLP"] == "it has no gate and stays stock"
     file.write_text(plain.replace("class DemoExperts", "@use_experts_implementation\nclass DemoExperts"))
     assert "overlay.binds(DemoExperts, layers.StackedExperts())" in draft(script, stock).text
     file.write_text(plain.replace("class DemoExperts", "@use_experts_implementation(has_bias=True)\nclass DemoExperts"))

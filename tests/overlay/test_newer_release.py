@@ -148,7 +148,8 @@ def test_many_changed_files_are_one_error_with_the_release_to_install(
     assert "no         changed  gemma, llama and 1 more" in shown.out
     fix = f"pip install transformers=={newest}" if newest else "hf-rocm status --diff gemma"
     assert (
-        shown.out.splitlines()[-1] == f"next: {fix}, or hf-rocm install-overlays --skip-changed (installs the other file)"
+        shown.out.splitlines()[-1]
+        == f"next: {fix}, or hf-rocm install-overlays --skip-changed (installs the other file)"
     )
     assert main(["status", "--all", *path_option]) == 0
     assert "LlamaMLP differs" in capsys.readouterr().out
@@ -165,10 +166,10 @@ def test_many_changed_files_are_counted_by_check_version(
         monkeypatch.setattr(module, "LISTED", 2)
     assert check_version.main(path_option) == 1
     shown = capsys.readouterr()
-    assert "models: stop (--all lists" in shown.out and "upstream changed" not in shown.out
+    assert "models: do not proceed (--all lists" in shown.out and "upstream changed" not in shown.out
     assert f"pip install transformers=={states(newer, catalog)['llama'].newest_checked}" in shown.err
     assert check_version.main([*path_option, "--all"]) == 1
-    assert "llama: stop; upstream changed Llama" in " ".join(capsys.readouterr().out.split())
+    assert "llama: do not proceed; upstream changed Llama" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_hint_names_a_checked_release_if_this_one_is_newer(newer: Site, catalog: Catalog) -> None:

@@ -13,10 +13,10 @@ from tests.parity import models
 from tests.parity.models import DECODERS, MODELS, assert_fused_gemms_ran, assert_served, static_cache, tokens
 from tests.tolerance import assert_run_as_good_as_eager
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-each_tier = pytest.mark.parametrize("tier", ["torch", "eager"])
-each_model = pytest.mark.parametrize("name", MODELS)
-each_decoder = pytest.mark.parametrize("name", DECODERS)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+every_tier = pytest.mark.parametrize("tier", ["torch", "eager"])
+every_model = pytest.mark.parametrize("name", MODELS)
+every_decoder = pytest.mark.parametrize("name", DECODERS)
 
 PADDING = {
     "none": [[1] * 9, [1] * 9],
@@ -49,9 +49,9 @@ def outputs(result, keep=None):
     return {part: value[keep] for part, value in named.items()}
 
 
-@each_tier
-@each_dtype
-@each_model
+@every_tier
+@every_dtype
+@every_model
 @pytest.mark.parametrize("padding", PADDING)
 def test_outputs_equal_stock(name, dtype, tier, padding, trio):
     mask = torch.tensor(PADDING[padding])
@@ -65,9 +65,9 @@ def test_outputs_equal_stock(name, dtype, tier, padding, trio):
     compare(name, trio, tier, dtype, run, calls=1)
 
 
-@each_tier
-@each_dtype
-@each_decoder
+@every_tier
+@every_dtype
+@every_decoder
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_prefill_decoding_and_a_chunk_on_a_filled_cache_equal_stock(name, dtype, tier, cache, padding, trio):
@@ -101,8 +101,8 @@ def test_prefill_decoding_and_a_chunk_on_a_filled_cache_equal_stock(name, dtype,
     compare(name, trio, tier, dtype, run, calls=4)
 
 
-@each_tier
-@each_decoder
+@every_tier
+@every_decoder
 def test_a_static_prefill_without_a_mask_equals_stock(name, tier, trio):
     """Newer releases omit the mask and rely on sdpa's top-left alignment. hf_rocm's attention aligns bottom-right."""
 
@@ -115,7 +115,7 @@ def test_a_static_prefill_without_a_mask_equals_stock(name, tier, trio):
     compare(name, trio, tier, torch.float32, run, calls=2)
 
 
-@each_model
+@every_model
 def test_attention_weights_of_an_eager_model_equal_stock(name, checkpoint):
     """An eager model runs stock's eager attention, so attention weights differ only by rounding."""
     folder = checkpoint(name, torch.float32)
@@ -131,7 +131,7 @@ def test_attention_weights_of_an_eager_model_equal_stock(name, checkpoint):
 
 
 @pytest.mark.filterwarnings("ignore:.output_attentions=True. is not supported:UserWarning")
-@each_model
+@every_model
 def test_attention_weights_of_an_sdpa_model_equal_stock(name, trio):
     prepared, stock, _ = trio(name, torch.float32)
     actual = prepared(input_ids=tokens(2, 9), output_attentions=True)
@@ -166,7 +166,7 @@ def test_a_bert_decoder_with_a_cache_equals_stock(checkpoint):
         assert stayed == {}
 
 
-@each_model
+@every_model
 def test_autocast_has_stocks_dtypes_and_an_error_within_the_tolerance(name, checkpoint):
     """Outputs of an fp32 model in mixed precision have stock's dtypes. The tolerance is derived from stock's error."""
     folder = checkpoint(name, torch.float32)

@@ -1,4 +1,7 @@
-"""In fp32, generated greedy tokens equal stock's. In bf16, the logit of every token is close to stock's maximum."""
+"""In fp32, greedy decoding generates the same tokens as stock.
+
+In bf16, stock's logit of every generated token is close to stock's largest logit.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,8 @@ from hf_rocm import ops, options
 from tests.parity.models import DECODERS, assert_served, tokens
 from tests.tolerance import allowed_error
 
-each_decoder = pytest.mark.parametrize("name", DECODERS)
-each_tier = pytest.mark.parametrize("tier", ["torch", "eager"])
+every_decoder = pytest.mark.parametrize("name", DECODERS)
+every_tier = pytest.mark.parametrize("tier", ["torch", "eager"])
 NEW = 12
 
 
@@ -20,8 +23,8 @@ def greedy(model, ids, mask, **arguments):
     )
 
 
-@each_tier
-@each_decoder
+@every_tier
+@every_decoder
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_greedy_tokens_are_equal_in_fp32(name, tier, cache, padded, trio):
@@ -37,8 +40,8 @@ def test_greedy_tokens_are_equal_in_fp32(name, tier, cache, padded, trio):
     assert torch.equal(actual, greedy(stock, ids, mask, **arguments))
 
 
-@each_tier
-@each_decoder
+@every_tier
+@every_decoder
 def test_bf16_tokens_have_almost_the_largest_logit_of_stock(name, tier, trio):
     """Teacher-forced: the stock logit of every chosen token is within tolerance of stock's maximum."""
     prepared, stock, exact = trio(name, torch.bfloat16)
@@ -53,7 +56,7 @@ def test_bf16_tokens_have_almost_the_largest_logit_of_stock(name, tier, trio):
     assert (logits.amax(-1) - picked).max().item() <= allowed
 
 
-@each_decoder
+@every_decoder
 def test_beam_search_and_sampling_equal_stock(name, trio):
     prepared, stock, _ = trio(name, torch.float32)
     ids = tokens(2, 8)

@@ -16,7 +16,7 @@ from tests.parity import models
 from tests.parity.models import MODELS, assert_fused_gemms_ran, assert_served, tokens
 from tests.releases import in_the_newest
 
-each_model = pytest.mark.parametrize("name", MODELS)
+every_model = pytest.mark.parametrize("name", MODELS)
 
 
 def routes_of(model, **arguments):
@@ -41,7 +41,7 @@ def assert_stock(model, folder, name):
     torch.testing.assert_close(result.logits, logits[0])
 
 
-@each_model
+@every_model
 def test_a_stock_model_beside_a_forced_one_stays_stock(name, checkpoint):
     folder = checkpoint(name, torch.float32)
     before = models.load_stock(name, folder)
@@ -55,7 +55,7 @@ def test_a_stock_model_beside_a_forced_one_stays_stock(name, checkpoint):
     assert_served(name, forced, routes, calls=1)
 
 
-@each_model
+@every_model
 def test_prepare_works_on_a_model_of_stock_classes(name, checkpoint):
     model = models.load_stock(name, checkpoint(name, torch.float32))
     expected = model(input_ids=tokens(2, 9)).logits
@@ -67,7 +67,7 @@ def test_prepare_works_on_a_model_of_stock_classes(name, checkpoint):
 
 
 @pytest.mark.filterwarnings("ignore:.output_attentions=True. is not supported:UserWarning")
-@each_model
+@every_model
 def test_restore_after_output_attentions_hooks_and_deepcopy(name, checkpoint):
     folder = checkpoint(name, torch.float32)
     model = models.load_prepared(folder)
@@ -91,7 +91,7 @@ def test_restore_after_output_attentions_hooks_and_deepcopy(name, checkpoint):
     assert_stock(duplicate, folder, name)
 
 
-@each_model
+@every_model
 def test_restored_weights_have_separate_memory(name, checkpoint):
     model = models.load_prepared(checkpoint(name, torch.float32))
     hf_rocm.restore(model)
@@ -101,7 +101,7 @@ def test_restored_weights_have_separate_memory(name, checkpoint):
     assert all(parameter.untyped_storage().nbytes() == parameter.nbytes for parameter in parameters)
 
 
-@each_model
+@every_model
 def test_preparing_and_restoring_are_idempotent(name, checkpoint):
     folder = checkpoint(name, torch.float32)
     model = models.load_prepared(folder)

@@ -57,7 +57,7 @@ def test_variables_of_torchrun_are_fine(good: Facts) -> None:
             {"LOCAL_RANK": "2", "ROCR_VISIBLE_DEVICES": "0,1"},
             "problem",
             "sees only 2 GPUs (ROCR_VISIBLE_DEVICES=0,1)",
-            "unset ROCR_VISIBLE_DEVICES; or, if a scheduler shows every rank only its own GPU: export LOCAL_RANK=0",
+            "unset ROCR_VISIBLE_DEVICES; or, if a scheduler shows each rank only one GPU: export LOCAL_RANK=0",
         ),
         (
             {"LOCAL_WORLD_SIZE": "4"},

@@ -15,11 +15,11 @@ from hf_rocm.ops.triton import activation as wrapper
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import compiled_once, random, routed
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 TERMS = {"limit": 2.0, "alpha": 1.702}
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("shape", [(65, 1), (3, 63), (2, 2, 130), (2, 1500)], ids=str)
@@ -118,7 +118,7 @@ def test_experts_include_the_activation(name):
     torch.testing.assert_close(results["triton"], results["torch"])
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("activation", FORMULAS)
 @pytest.mark.parametrize("shape", [(1,), (3, 63), (2, 2, 600)], ids=str)
 def test_act(shape, activation, dtype):

@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # On a GPU, fp32 is left to PyTorch.
 SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
-each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
 OPERATION, KERNEL = "attend_into_cache", "decode_kernel, new keys"
 
 
@@ -147,7 +147,7 @@ SHAPES = {  # B, H, Hkv, L, D, D_v; the length of every row
 }
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_shape(shape, dtype):
     if max(shape[0][4:]) > 128 and (suite.arch() or "").startswith("gfx11"):
@@ -213,7 +213,7 @@ def test_a_row_that_is_only_padding_is_zero():
     assert torch.equal(output[1], torch.zeros_like(output[1])) and output[0].abs().min() > 0
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("tokens", [1, 6])
 @pytest.mark.parametrize("rotated", [64, 32])
 def test_queries_and_keys_are_rotated_as_in_the_two_operations(rotated, tokens, dtype):

@@ -25,7 +25,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # on a GPU, fp32 is left to PyTorch
 SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
 USUAL = SERVED[0]
-each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
 # numbers of keys; in machine code, with 789 keys, the loop of each of four splits takes several iterations
 LONGER = (149,) if suite.gpu() is None else (149, 789)
 
@@ -100,7 +100,7 @@ SHAPES = {  # B, H, Hkv, S_q, S, D, D_v; the lengths of the rows
 }
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_single_queries(shape, dtype):
     if max(shape[0][5:]) > 128 and (suite.arch() or "").startswith("gfx11"):
@@ -148,7 +148,7 @@ def test_a_rolling_cache_has_the_last_keys(length, s_q):
     check((2, 4, 2, s_q, 64, 32, 32), [length, length], starts=[20, length - 10], window=64)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize(
     "terms", [{"softcap": 2.0}, {"sinks": True}, {"softcap": 3.0, "sinks": True, "window": 50}], ids=str
 )
@@ -204,7 +204,7 @@ def test_one_program_per_head_needs_no_second_kernel(sinks, monkeypatch):
     check(shape, [149, 30], sinks=sinks, softcap=2.0)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("per", ["row", "head", "query", "all"])
 @pytest.mark.parametrize("kind", ["bool", "additive"])
 def test_masks(kind, per, dtype):

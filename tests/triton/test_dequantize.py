@@ -16,11 +16,11 @@ from hf_rocm.ops.quantized import ROUNDED_FROM, keeps_input
 from hf_rocm.ops.triton import quantized
 from tests.amdgcn import suite
 from tests.triton.routed import compiled_once, here, random
-from tests.triton.test_quantized import BF16, FORMATS, FORMS, FP16, SPEC, as_good_as_eager, each_format, rounded
+from tests.triton.test_quantized import BF16, FORMATS, FORMS, FP16, SPEC, as_good_as_eager, every_format, rounded
 
 FP32 = torch.float32
 MANY_ROWS = SPEC._replace(rows=0)
-each_dtype = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 
 
 def assert_same(output: torch.Tensor, expected: torch.Tensor) -> None:
@@ -37,8 +37,8 @@ def extreme(n: int, k: int) -> torch.Tensor:
     return weight
 
 
-@each_dtype
-@each_format
+@every_dtype
+@every_format
 @pytest.mark.parametrize("k", [1, 16, 67, 2048, 2100])
 def test_eight_bit_weights_equal_the_torch_tier(k, format, dtype):
     data, scale = rounded(extreme(5, k), format)
@@ -51,7 +51,7 @@ def test_eight_bit_weights_equal_the_torch_tier(k, format, dtype):
 
 
 # The values of K result in runs of 16, 32 and 64 numbers, in partial blocks, and in several programs.
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("k", [128, 640, 896, 4608])
 def test_four_bit_weights_equal_the_torch_tier(k, group, dtype):
@@ -61,7 +61,7 @@ def test_four_bit_weights_equal_the_torch_tier(k, group, dtype):
     assert_same(quantized._dequantized(words, scale, dtype), dequantize_groups(words, scale, dtype))
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize(("k", "group"), [(128, 32), (640, 128), (640, 640)])
 def test_zero_points_are_subtracted(k, group, dtype):
     words, scale = quantize_groups(extreme(17, k), group)

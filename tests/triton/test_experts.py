@@ -19,8 +19,8 @@ from tests.ops.test_moe import LAYOUTS, arguments_of, drawn, eager, reference
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import compiled_once, here, random, routed
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-each_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 CPU = Device("cpu", rocm=False)
 BF16 = torch.bfloat16
 ODD = (5, 7, 3, 20, 9)  # (T, E, k, H, I)
@@ -38,8 +38,8 @@ def blocks(monkeypatch):
     )
 
 
-@each_dtype
-@each_layout
+@every_dtype
+@every_layout
 def test_experts_are_as_accurate_as_the_eager_tier(layout, dtype):
     tokens, experts_, top, hidden, inner = ODD
     for extra in LONGER:
@@ -109,7 +109,7 @@ def test_views_are_read_with_their_strides():
     )
 
 
-@each_layout
+@every_layout
 def test_biases_are_read_with_their_strides(layout):
     """Every other column of a wider bias, and one bias for all experts."""
     tensors, keywords = drawn(ODD, BF16, {**layout, "biases": True})

@@ -24,7 +24,7 @@ from tests.triton.routed import compiled_once, here, routed
 
 BF16 = torch.bfloat16
 DTYPES = [torch.float32, BF16, torch.float16]
-each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 # added to the sizes; in machine code, an additional size takes several iterations of the loop
 LONGER = (0,) if suite.gpu() is None else (0, 2080)
 
@@ -36,7 +36,7 @@ def tiles(monkeypatch):
     monkeypatch.setattr(experts, "mxfp4_down_tile", lambda _, top, **__: Mxfp4Tile(32, 2, 64, 2, gcd(top, 4)))
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_experts_are_as_accurate_as_the_eager_tier(tokens, dtype):
     for extra in LONGER:
@@ -49,7 +49,7 @@ def test_every_number_of_experts_is_supported(top):
     check(*drawn((2, 8, top, 32, 64), BF16))
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 def test_other_gates_without_biases_are_supported(activation, dtype):
     for extra in LONGER:
@@ -77,7 +77,7 @@ def check(tensors: tuple[Tensor, ...], keywords: dict[str, Any]) -> None:
     assert_as_good_as_eager(output, eager(tensors, keywords), reference(tensors, keywords))
 
 
-@each_dtype
+@every_dtype
 def test_every_value_is_decoded_at_every_position(dtype):
     """The input of the second GEMM has one nonzero number, so the output is exactly twice one column of the weight."""
     codes = torch.stack([torch.arange(32).roll(step) % 16 for step in range(32)])  # [H, I]
@@ -101,7 +101,7 @@ def test_every_value_is_decoded_at_every_position(dtype):
         assert torch.equal(output[0], inner * weight[:, column])
 
 
-@each_dtype
+@every_dtype
 def test_one_pass_dequantises_as_the_reference_does(dtype):
     blocks = torch.arange(256).to(torch.uint8).view(1, 1, 16, 16).expand(1, 16, 16, 16).contiguous()
     scales = torch.arange(256).to(torch.uint8).view(1, 16, 16)
@@ -197,7 +197,7 @@ def test_the_custom_op_passes_opcheck():
 
 
 @pytest.mark.parametrize("at_once", [2, 7])
-@each_dtype
+@every_dtype
 def test_with_more_than_256_pairs_the_experts_are_dequantised(at_once, dtype, monkeypatch):
     """All experts are dequantised together, or as many as fit into temporary memory. The last expert has no tokens."""
     assert "more than 256 token-expert pairs" in str(experts.refuses(spec(pairs=moe.MANY), here()))

@@ -27,7 +27,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # on a GPU, fp32 is left to PyTorch
 SERVED = [FP32, BF16, FP16] if suite.gpu() is None else [BF16, FP16]
 USUAL = SERVED[0]
-each_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
+every_dtype = pytest.mark.parametrize("dtype", SERVED, ids=str)
 
 
 # number of tokens; machine code has larger tiles, so it needs more for several iterations of the loops
@@ -99,7 +99,7 @@ PACKED = {
 }
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("shape", PACKED.values(), ids=PACKED)
 def test_packed_sequences(shape, dtype):
     if max(shape[1]) > 128 and (suite.arch() or "").startswith("gfx11"):
@@ -115,7 +115,7 @@ def test_windows_hide_distant_keys(window, causal):
     check((4, 2), (32, 32), [40, 3, 21], [90, 40, 21], window=window, causal=causal)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize(
     "terms", [{"softcap": 2.0}, {"sinks": True}, {"softcap": 3.0, "sinks": True, "window": 20}], ids=str
 )
@@ -123,7 +123,7 @@ def test_softcap_and_sinks(terms, dtype):
     check((4, 2), (64, 64), [37, 2], [37, 40], dtype=dtype, **terms)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize(
     "terms",
     [{}, {"sinks": True}, {"causal": False, "softcap": 2.0}, {"softcap": 3.0, "sinks": True, "window": 20}],
@@ -149,7 +149,7 @@ def test_every_number_of_sequences_is_supported(sequences):
     check((2, 1), (16, 16), lengths, [length + n % 3 for n, length in enumerate(lengths)])
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("s_q", "s_k"), [(33, 33), (17, 60), (40, 21), (20, 1), (17, 0), (130, 290)])
 def test_dense(s_q, s_k, causal, dtype):

@@ -18,8 +18,8 @@ from tests.triton.routed import compiled_once, here, random, routed
 from tests.triton.test_dequantize import assert_same
 from tests.triton.test_quantized import BF16, FORMS, FP16, SPEC, check
 
-each_code = pytest.mark.parametrize("code", CODES)
-each_scale = pytest.mark.parametrize("double", [False, True], ids=["plain", "double"])
+every_code = pytest.mark.parametrize("code", CODES)
+every_scale = pytest.mark.parametrize("double", [False, True], ids=["plain", "double"])
 INT4 = SPEC._replace(format=four_bit.INT4)
 
 
@@ -41,8 +41,8 @@ def check_gemm(x: torch.Tensor, n: int, k: int, group: int, code: str, *, double
     check(x, words, rest["scale"], kwargs.pop("bias", None), code=code, nested=rest.get("nested"), **kwargs)
 
 
-@each_code
-@each_scale
+@every_code
+@every_scale
 @pytest.mark.parametrize("m", [1, 2, 16, 17, 64])
 def test_every_class_of_rows(m, double, code):
     # With K = 2560, the loop takes several iterations.
@@ -52,7 +52,7 @@ def test_every_class_of_rows(m, double, code):
 
 # The sizes result in runs of 64, 32 and 16, partial iterations of the loop, groups longer than a block of runs, and one
 # group per row.
-@each_scale
+@every_scale
 @pytest.mark.parametrize(
     ("k", "group"),
     [(128, 32), (640, 64), (640, 128), (1536, 256), (4608, 64), (2048, 1024), (4096, 4096), (3072, 1024)],
@@ -69,7 +69,7 @@ def test_every_group_and_run(m, k, group, double):
         check_gemm(x, 18, copies * k, group, "nf4", double=double, bias=random(18, dtype=dtype, seed=2))
 
 
-@each_scale
+@every_scale
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5])
 def test_norm_gate_and_residual_are_fused(m, form, double):
@@ -115,8 +115,8 @@ def test_zeros_extremes_and_nan_affect_only_their_row(m):
     check(x, words[kept], scale[kept], code="nf4")
 
 
-@each_code
-@each_scale
+@every_code
+@every_scale
 @pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32], ids=str)
 @pytest.mark.parametrize(("k", "group"), [(128, 32), (640, 128), (640, 640), (4608, 64)])
 def test_dequantised_weights_equal_the_torch_tier(k, group, dtype, double, code):
@@ -169,7 +169,7 @@ def test_quantized_linear_compiles_into_one_graph():
         assert f"hf_rocm.triton_{name}.default" in compiled_once(function, x, words, rest["scale"], *rest["nested"])
 
 
-@each_code
+@every_code
 @pytest.mark.parametrize("scales", [torch.float32, torch.uint8], ids=str)
 @pytest.mark.parametrize(("name", "rows"), [(quantized.NAME, 1), (quantized.DEQUANTIZE, 0)])
 def test_the_first_use_check_passes(name, rows, scales, code):

@@ -19,10 +19,10 @@ from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import assert_independent, compiled_once, exact, here, random, routed, sizes
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(
     ("shape", "n"), [((1, 16), 16), ((1, 1, 63), 37), ((2, 131), 20), ((3, 5, 40), 33), ((17, 64), 48)], ids=str
@@ -62,7 +62,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5, 20])
 def test_norm_activation_and_residual_are_fused(form, m, dtype):

@@ -12,12 +12,12 @@ from hf_rocm.ops.triton import norm
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import compiled_once, random, routed
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-each_form = pytest.mark.parametrize("one_plus", [False, True])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+every_form = pytest.mark.parametrize("one_plus", [False, True])
 
 
-@each_dtype
-@each_form
+@every_dtype
+@every_form
 @pytest.mark.parametrize("shape", [(1, 8), (3, 63), (2, 5, 64), (7, 1), (37, 128), (2, 3000)], ids=str)
 def test_rms_norm(shape, one_plus, dtype):
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
@@ -38,8 +38,8 @@ def test_rms_norm(shape, one_plus, dtype):
         assert masked[..., mask].isnan().all() and torch.equal(masked[..., ~mask], output[..., ~mask])
 
 
-@each_dtype
-@each_form
+@every_dtype
+@every_form
 @pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (5, 2560)], ids=str)
 def test_add_rms_norm(shape, one_plus, dtype):
     x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
@@ -58,8 +58,8 @@ def test_add_rms_norm(shape, one_plus, dtype):
     assert torch.equal(output.view(-1, shape[-1])[:-1].isnan().any(0), mask & (output.numel() > shape[-1]))
 
 
-@each_dtype
-@each_form
+@every_dtype
+@every_form
 @pytest.mark.parametrize("shape", [(1, 8), (2, 3, 63), (5, 2560)], ids=str)
 def test_norm_add(shape, one_plus, dtype):
     """Compare the sum, and the second norm of that sum, with float64. A NaN stays in its row or its column."""
@@ -84,7 +84,7 @@ def test_norm_add(shape, one_plus, dtype):
     assert torch.equal(total.isnan(), mask.expand(shape))
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("keep_sum", [True, False], ids=["sum", "norm"])
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_add_layer_norm(shape, programs, keep_sum, biased, dtype, monkeypatch):
             assert masked[..., mask].isnan().all() and torch.equal(masked[..., ~mask], output[..., ~mask])
 
 
-@each_dtype
+@every_dtype
 def test_a_layer_norm_rounds_like_pytorch(dtype):
     """PyTorch sums in a different order, which moves a few values across a rounding boundary."""
     x, residual = random(64, 96, dtype=dtype), random(64, 96, dtype=dtype, seed=1)

@@ -25,7 +25,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 # Triton's interpreter does not support the fp8 type of MI300
 FORMATS = (FP8, INT8) if suite.gpu() is None else (FP8, FP8_FNUZ, INT8)
 
-each_format = pytest.mark.parametrize("format", FORMATS, ids=str)
+every_format = pytest.mark.parametrize("format", FORMATS, ids=str)
 
 
 def rounded(weight: torch.Tensor, format: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,14 +132,14 @@ def as_good_as_eager(
     assert_as_good_as_eager(output, eager, wide)
 
 
-@each_format
+@every_format
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 16, 17, 33, 64])
 def test_every_class_of_rows(m, format):
     x, weight = random(m, 80, dtype=BF16), random(21, 80, dtype=BF16, seed=1)
     check(x, *rounded(weight, format))
 
 
-@each_format
+@every_format
 def test_a_residual_and_an_uneven_k_with_many_rows(format):
     x, weight = random(17, 1100, dtype=BF16), random(21, 1100, dtype=BF16, seed=1)
     residual = random(17, 21, dtype=BF16, seed=3)
@@ -150,7 +150,7 @@ def test_a_residual_and_an_uneven_k_with_many_rows(format):
         check(x, *rounded(weight, format), random(21, dtype=BF16, seed=2), residual=residual)
 
 
-@each_format
+@every_format
 @pytest.mark.parametrize("units", [0, 1000])
 @pytest.mark.parametrize("m", [17, 64])
 def test_programs_split_k_on_a_gpu_with_many_units(m, units, format, monkeypatch):
@@ -161,7 +161,7 @@ def test_programs_split_k_on_a_gpu_with_many_units(m, units, format, monkeypatch
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@each_format
+@every_format
 @pytest.mark.parametrize(
     ("shape", "n"), [((1, 16), 16), ((1, 1, 63), 37), ((2, 131), 20), ((3, 5, 40), 33), ((1, 2100), 18)], ids=str
 )
@@ -178,7 +178,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-@each_format
+@every_format
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("m", [1, 5])
 def test_norm_gate_and_residual_are_fused(m, form, format):
@@ -198,7 +198,7 @@ def test_norm_gate_and_residual_are_fused(m, form, format):
     check(x, *rounded(weight, format), random(n, dtype=BF16, seed=2) if "bias" in form else None, **kwargs)
 
 
-@each_format
+@every_format
 @pytest.mark.parametrize("m", [1, 4])
 def test_zeros_extremes_and_nan_affect_only_their_row(m, format):
     weight = random(24, 64, dtype=BF16, seed=1)

@@ -14,8 +14,8 @@ from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
 from tests.triton.routed import compiled_once, random, routed
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-each_form = pytest.mark.parametrize("interleaved", [False, True])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+every_form = pytest.mark.parametrize("interleaved", [False, True])
 
 
 def angles(batch, length, rotated, dtype, *, interleaved=False):
@@ -55,8 +55,8 @@ def put_nan(tensor, first):
     tensor.masked_fill_(torch.arange(tensor.shape[-1]) % 3 == first, torch.nan)
 
 
-@each_dtype
-@each_form
+@every_dtype
+@every_form
 @pytest.mark.parametrize("tables", [1, 2])
 @pytest.mark.parametrize(("d", "rotated"), [(8, 8), (8, 2), (6, 6), (80, 32), (96, 96)])
 def test_rope(d, rotated, tables, interleaved, dtype):
@@ -90,7 +90,7 @@ def test_many_heads_need_several_programs():
         assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("counted", [False, True, None])
 @pytest.mark.parametrize(("b", "s"), [(1, 1), (2, 1), (1, 3), (2, 4)])
 def test_rope_into_cache(b, s, counted, dtype):
@@ -125,7 +125,7 @@ def eager_tier(query, key, value, cos, sin, cache, **terms):
         return ops.rope_into_cache(query, key, value, cos, sin, **cache, **terms), *cache.values()
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("one_plus", [False, True])
 @pytest.mark.parametrize(("once", "interleaved"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize(("b", "s", "d", "rotated"), [(1, 1, 8, 8), (2, 1, 6, 6), (1, 3, 12, 8)])

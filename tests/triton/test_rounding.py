@@ -15,8 +15,8 @@ from tests.triton.routed import compiled_once, here, random
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SPEC = RoundingSpec(BF16, INT8, torch.device("cpu"), 64)
-each_dtype = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-each_format = pytest.mark.parametrize("format", [INT8, FP8, FP8_FNUZ], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+every_format = pytest.mark.parametrize("format", [INT8, FP8, FP8_FNUZ], ids=str)
 
 
 def assert_as_pytorch(x: torch.Tensor, format: torch.dtype) -> None:
@@ -35,8 +35,8 @@ def assert_as_pytorch(x: torch.Tensor, format: torch.dtype) -> None:
 
 
 # The values of K result in partial blocks, whole blocks, and several blocks.
-@each_format
-@each_dtype
+@every_format
+@every_dtype
 @pytest.mark.parametrize("k", [1, 16, 67, 2048, 4100])
 def test_rows_are_rounded_as_by_pytorch(k, dtype, format):
     x = random(6, k, dtype=FP32, seed=1)
@@ -47,7 +47,7 @@ def test_rows_are_rounded_as_by_pytorch(k, dtype, format):
     assert_as_pytorch(x.to(dtype), format)
 
 
-@each_format
+@every_format
 def test_numbers_midway_between_two_others_are_rounded_to_even(format):
     codes = torch.arange(256).to(torch.uint8).view(format).float()
     numbers = codes[codes.isfinite()].unique()
@@ -57,7 +57,7 @@ def test_numbers_midway_between_two_others_are_rounded_to_even(format):
     assert_as_pytorch(torch.stack([x, x * 2.0**-30, x.flip(0) * 2.0**20]), format)
 
 
-@each_format
+@every_format
 def test_rows_that_are_not_finite_have_no_finite_scale(format):
     x = random(5, 3000, dtype=BF16)
     x[0, 2999], x[1, 5], x[2, 2048], x[3, 7] = torch.nan, torch.inf, -torch.inf, -torch.nan
@@ -67,7 +67,7 @@ def test_rows_that_are_not_finite_have_no_finite_scale(format):
         assert scale.isfinite().tolist() == [False] * 4 + [True]
 
 
-@each_format
+@every_format
 def test_the_smallest_scale_is_a_normal_number(format):
     assert_as_pytorch(torch.tensor([[2.0**-130, -(2.0**-131)], [2.0**-120, 2.0**-126]]), format)
 

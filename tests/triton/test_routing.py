@@ -14,10 +14,10 @@ from tests.amdgcn import suite
 from tests.ops.test_routing import FORMS, check, drawn, eager
 from tests.triton.routed import compiled_once, here, routed
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_choose_experts(form, dtype):
     for tokens, seed, spread in (3, 0, 1), (17, 1, 0.25), (5, 2, 0.5):

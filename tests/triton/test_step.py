@@ -11,7 +11,7 @@ from hf_rocm.ops.bits import sum_of_bits
 from hf_rocm.ops.triton import step
 from tests.triton.routed import random, routed
 
-each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 BEFORE = (3, -1, 2**62, -(2**63), 5)
 
 
@@ -39,7 +39,7 @@ def check(logits, extra=None):
     assert torch.equal(without[1], tokens) and torch.equal(without[2], digests)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("shape", [(1, 1, 8), (1, 1, 1024), (3, 1, 63), (1, 6, 3001), (2, 3, 5000)], ids=str)
 def test_finish_step(shape, dtype):
     logits = random(*shape, dtype=dtype)
@@ -49,7 +49,7 @@ def test_finish_step(shape, dtype):
     check(-logits.abs() - 1)
 
 
-@each_dtype
+@every_dtype
 def test_the_first_of_equal_logits_is_chosen(dtype):
     logits = random(4, 1, 3000, dtype=dtype).clamp(max=2)
     for places in ((2999, 0), (1023, 1024), (700, 2900), (5, 1025)):
@@ -62,7 +62,7 @@ def test_the_first_of_equal_logits_is_chosen(dtype):
     check(zeros)
 
 
-@each_dtype
+@every_dtype
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")], ids=str)
 def test_logits_that_are_not_finite_set_doubt(value, dtype):
     for place in (0, 1023, 1024, 2099):

@@ -30,7 +30,7 @@ LINEARS = 7 * LAYERS
 FORMATS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 SHAPES = [(128, 64), (64, 64), (160, 64), (64, 80)]  # [N, K] of q+k+v, o, gate+up and down
 
-each_kind = pytest.mark.parametrize("kind", FORMATS)
+every_kind = pytest.mark.parametrize("kind", FORMATS)
 # The models of this file are narrower than a group of 128.
 FOUR_BITS = ["int4-g32", "int4-g64"]
 
@@ -59,7 +59,7 @@ def traces(model):
     return [name for module in model.modules() for name in module.__dict__ if "hf_rocm" in name]
 
 
-@each_kind
+@every_kind
 @pytest.mark.parametrize("prepare", [True, False])
 def test_every_block_runs_in_8_bits_with_one_gemm_per_group_if_prepared(kind, prepare):
     model = quantized(kind, prepare=prepare)
@@ -77,7 +77,7 @@ def test_every_block_runs_in_8_bits_with_one_gemm_per_group_if_prepared(kind, pr
     assert len(layers) == LINEARS and {layer.quantized.data.dtype for layer in layers.values()} == {FORMATS[kind]}
 
 
-@each_kind
+@every_kind
 def test_the_rounding_error_is_within_the_bound_of_the_format(kind):
     stock = models.build()
     for path, layer in quantizing.layers(quantized(kind)):
@@ -284,7 +284,7 @@ class TestRestoreAndDequantize:
         actual, shapes, _ = logits_and_gemms(model)
         assert torch.equal(actual, before) and shapes == SHAPES * LAYERS
 
-    @each_kind
+    @every_kind
     def test_kept_originals_are_restored_bitwise(self, kind, stock):
         model = models.build()
         modules, parameters = dict(model.named_modules()), dict(model.named_parameters())

@@ -20,7 +20,7 @@ from tests import eight_bit
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights import models
 from tests.weights.models import IDS, LAYERS, logits
-from tests.weights.test_quantize import SHAPES, each_kind, logits_and_gemms, quantized
+from tests.weights.test_quantize import SHAPES, every_kind, logits_and_gemms, quantized
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,7 +46,7 @@ class TestAfterwards:
         twin = pickle.loads(pickle.dumps(model.model.layers[0].self_attn))
         assert group_of(twin) is not None and group_of(twin) is twin.k_proj.quantized
 
-    @each_kind
+    @every_kind
     def test_casting_keeps_the_8_bit_weights(self, kind):
         model = quantized(kind)
         before = {path: layer.quantized.data.clone() for path, layer in quantizing.layers(model)}

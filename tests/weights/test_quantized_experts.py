@@ -45,7 +45,7 @@ SIZES = {
 }
 MODELS = ["GptOss", *(["Qwen3Moe", "Olmoe", "Mixtral"] if STACKED else [])]
 LAYERS = 2
-each_model = pytest.mark.parametrize("name", MODELS)
+every_model = pytest.mark.parametrize("name", MODELS)
 PATHS = [f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS)]
 
 
@@ -77,7 +77,7 @@ def equal_states(model, other):
     return state.keys() == expected.keys() and all(torch.equal(state[key], value) for key, value in expected.items())
 
 
-@each_model
+@every_model
 def test_the_experts_run_in_mxfp4(name):
     model = quantized(name)
     assert [path.rpartition(".")[2] for path, _ in experts_of(model)] == ["experts"] * LAYERS
@@ -94,7 +94,7 @@ def test_the_experts_run_in_mxfp4(name):
     assert not torch.equal(actual, logits(build(name)))
 
 
-@each_model
+@every_model
 def test_experts_are_rounded_to_the_nearest_numbers_and_take_less_memory(name):
     """Every number is rounded to the nearest one, or to either of two that are equally near."""
     model, stock = quantized(name), build(name)
@@ -118,7 +118,7 @@ def test_experts_are_rounded_to_the_nearest_numbers_and_take_less_memory(name):
     assert not [path for path in report["left"] if path.endswith("experts")]
 
 
-@each_model
+@every_model
 def test_restore_and_dequantize_return_ordinary_experts(name):
     stock = build(name)
     model = hf_rocm.prepare(build(name), force=True)
@@ -148,7 +148,7 @@ def test_restore_and_dequantize_return_ordinary_experts(name):
     assert [route.operation for route in routes].count("experts") == LAYERS
 
 
-@each_model
+@every_model
 def test_state_dicts_copies_and_dtypes_are_supported(name):
     model = quantized(name, torch.bfloat16)
     expected, state = logits(model), {key: value.clone() for key, value in model.state_dict().items()}
@@ -177,7 +177,7 @@ def test_state_dicts_copies_and_dtypes_are_supported(name):
     assert {tensor.dtype for tensor in experts_of(model)[0][1].buffers()} == {torch.uint8}
 
 
-@each_model
+@every_model
 def test_quantised_experts_are_loaded_and_saved(name, tmp_path):
     stock = build(name)
     stock.save_pretrained(tmp_path / "stock")
@@ -190,7 +190,7 @@ def test_quantised_experts_are_loaded_and_saved(name, tmp_path):
     assert equal_states(loaded, model)
 
 
-@each_model
+@every_model
 def test_the_order_of_prepare_and_quantize_does_not_matter(name):
     before = quantized(name)
     expected = logits(before)

@@ -88,7 +88,7 @@ def test_moves_and_casts_discard_the_old_copy(shuffled_model):
 
 
 def test_no_parameter_remains_an_inference_tensor(machine):
-    """Prepare and run the model under inference mode, but write to its weights and restore it without this mode."""
+    """Prepare and run the model under inference mode, but write to its weights and restore it outside this mode."""
     for threshold in (0, ROWS):
         machine(threshold=threshold)
         model = build()

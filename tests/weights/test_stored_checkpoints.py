@@ -27,7 +27,7 @@ from tests.weights.models import IDS, LAYERS, logits
 
 LINEARS = 7 * LAYERS
 WEIGHT_ONLY = [case for case in checkpoints.CASES if case.name.endswith(" None") or case in checkpoints.FOUR_BITS]
-each_case = pytest.mark.parametrize("case", checkpoints.CASES, ids=str)
+every_case = pytest.mark.parametrize("case", checkpoints.CASES, ids=str)
 few_cases = pytest.mark.parametrize("case", checkpoints.FEW, ids=str)
 
 
@@ -39,7 +39,7 @@ def state_bytes(model):
     return {name: checkpoints.raw(tensor) for name, tensor in model.state_dict().items()}
 
 
-@each_case
+@every_case
 def test_every_number_and_every_byte_of_the_checkpoint_is_kept(tmp_path, case):
     reference = checkpoints.write(tmp_path, case)
     expected = stored_bytes(tmp_path)
@@ -70,7 +70,7 @@ def test_results_and_tokens_equal_the_dequantised_model(tmp_path, case):
     assert torch.equal(model.generate(IDS, **tokens), reference.generate(IDS, **tokens))
 
 
-@each_case
+@every_case
 def test_restore_returns_the_original_model(tmp_path, case):
     """A restored model has the same objects with the same bytes, and forwards that dequantise."""
     reference = checkpoints.write(tmp_path, case)

@@ -22,7 +22,7 @@ from hf_rocm.weights.stored_linear import EncodedLinear, StoredLinear
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights import stored_checkpoints as checkpoints
 
-each_case = pytest.mark.parametrize("case", checkpoints.CASES, ids=str)
+every_case = pytest.mark.parametrize("case", checkpoints.CASES, ids=str)
 
 
 def layer_of(case, tensors, n, k, dtype=torch.float32):
@@ -58,7 +58,7 @@ def raw_of(layer):
 
 
 # N is an odd multiple of 16. With 4 bits, K is one block of runs or several blocks.
-@each_case
+@every_case
 @pytest.mark.parametrize(("n", "k"), [(16, 128), (48, 384), (112, 1152)])
 def test_gemms_are_as_accurate_as_eager(case, n, k):
     layer, exact = make_layer(case, n, k)
@@ -83,7 +83,7 @@ def test_gemms_are_as_accurate_as_eager(case, n, k):
     assert raw_of(new) == expected and raw_of(new.original()) == expected
 
 
-@each_case
+@every_case
 def test_any_bits_are_restored(case):
     """Tensors with random bits, including values that no library writes: -128, fp8 NaN, negative or infinite scales."""
     layer, _ = make_layer(case, 64, 256)

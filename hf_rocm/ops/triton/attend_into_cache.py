@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def refuses(spec: AttendIntoCacheSpec, device: Device) -> str | None:
-    """Why the kernel can't serve this call of `attend_into_cache`, or None."""
+    """Why the kernel can't serve this call to `attend_into_cache`, or None."""
     return rope.refuses(spec, device) or decode.refuses(spec, device)
 
 

@@ -48,7 +48,7 @@ def refuses(spec: DecodeSpec | PagedSpec | AttendIntoCacheSpec, device: Device) 
 
 
 def attention_refuses(spec: AttentionSpec, device: Device) -> str | None:
-    """Why the kernel can't serve this call of `attention`, or None."""
+    """Why the kernel can't serve this call to `attention`, or None."""
     reason = detect.unavailable(device)
     if reason is not None:
         return reason

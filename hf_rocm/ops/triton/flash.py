@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def refuses(spec: VarlenSpec, device: Device) -> str | None:
-    """Why the kernel can't serve this call of `varlen_attention`, or None."""
+    """Why the kernel can't serve this call to `varlen_attention`, or None."""
     return detect.unavailable(device) or _limits(spec, device)
 
 
 def attention_refuses(spec: AttentionSpec, device: Device) -> str | None:
-    """Why the kernel can't serve this call of `attention`, or None."""
+    """Why the kernel can't serve this call to `attention`, or None."""
     reason = detect.unavailable(device)
     if reason is not None:
         return reason

@@ -1,4 +1,4 @@
-"""cos and sin of rotary positions through hf_rocm's kernel: both in one launch."""
+"""Compute cos and sin of the rotary angles with one launch of hf_rocm's kernel."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def refuses(spec: RotaryAnglesSpec, device: Device) -> str | None:
         return "the rotary angles kernel has no gradient"
     if spec.dtype not in DTYPES or spec.freq_dtype not in DTYPES:
         return (
-            f"the rotary angles kernel supports fp32, bf16 and fp16, not {spec.dtype} with frequencies of "
-            f"{spec.freq_dtype}"
+            f"the rotary angles kernel supports fp32, bf16 and fp16, got an output of "
+            f"{spec.dtype} and frequencies of {spec.freq_dtype}"
         )
     if spec.position_dtype not in _POSITIONS:
-        return f"the rotary angles kernel needs positions of int64 or int32, got {spec.position_dtype}"
+        return f"the rotary angles kernel needs int64 or int32 positions, got {spec.position_dtype}"
     if not 0 < spec.frequencies <= WIDEST // 2:
         return f"the rotary angles kernel takes 1 to {WIDEST // 2} frequencies, got {spec.frequencies}"
     return detect.unavailable(device)

@@ -52,7 +52,7 @@ class Peers:
         return share * size / self.sum_seconds(torch.zeros(size // 4, device=self.device))
 
     def facts(self, exchange: Exchange, case: Case) -> dict[str, Any]:
-        """Return the record of a unit's collectives: computed, except for the measured time of one all-reduce."""
+        """Return the computed collectives of a decode step or a prefill, and the measured time of one all-reduce."""
         message = torch.zeros(max(1, exchange.message // 4), dtype=torch.float32, device=self.device)
         return {
             "sums": exchange.sums,

@@ -39,7 +39,7 @@ class Gemm(NamedTuple):
 
 
 class Recording(TorchFunctionMode):
-    """A context manager that records every call of `F.linear`, including those in other modules and libraries.
+    """A context manager that records every call to `F.linear`, including those in other modules and libraries.
 
     with Recording() as recording, torch.inference_mode():
         model.generate(...)

@@ -44,7 +44,8 @@ def widened(model: nn.Module, blocks: dict[str, nn.Module], dtype: torch.dtype) 
 def cast(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert the weights of a model to another dtype, in place.
 
-    Buffers of modules without weights, such as rotary angles, have their own precision and are not converted.
+    Buffers of modules without weights, such as `inv_freq` of rotary embeddings, have their own precision and are not
+    converted.
     """
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -57,7 +58,10 @@ def cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 @contextmanager
 def computing_in(dtype: torch.dtype) -> Iterator[None]:
-    """Within the block, keep operations from narrowing tensors of this dtype, and use the highest matmul precision."""
+    """Within the `with` statement, prevent operations from narrowing tensors of this dtype.
+
+    The matmul precision is set to the highest one.
+    """
     default, precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     if dtype == torch.float64:
@@ -90,7 +94,7 @@ def _interceptor(modules: list[nn.Module], dtype: torch.dtype) -> Interceptor:
 def _widen(module: nn.Module, dtype: torch.dtype) -> tuple[dict[str, Any], dict[str, Any]]:
     """Replace narrower parameters and buffers of a module with wide copies. Returns the originals."""
     parameters = {name: tensor for name, tensor in module._parameters.items() if _narrow(tensor, dtype)}
-    # buffers of modules without parameters, such as rotary angles, have their own precision
+    # buffers of modules without parameters, such as `inv_freq` of rotary embeddings, have their own precision
     buffers = {name: tensor for name, tensor in module._buffers.items() if parameters and _narrow(tensor, dtype)}
     for name in parameters:
         module._parameters[name] = nn.Parameter(_tensor(parameters[name]).to(dtype), requires_grad=False)

@@ -316,7 +316,7 @@ def test_13_a_newer_release_is_reported_file_by_file(farm: Farm, capsys: pytest.
     check_version(["--transformers-path", str(site.path)])
     shown = " ".join(capsys.readouterr().out.split())
     assert f"{release} is newer than {newer_release['newest_checked']}" in shown
-    assert "llama: stop; upstream changed Llama" in shown and newer_release["verdict"] in shown
+    assert "llama: do not proceed; upstream changed Llama" in shown and newer_release["verdict"] in shown
 
 
 def test_13_a_release_beyond_every_range_is_refused_and_reported(
@@ -326,7 +326,7 @@ def test_13_a_release_beyond_every_range_is_refused_and_reported(
     make_newer(site, "6.1.0")
     assert check_version(["--transformers-path", str(site.path)]) == 1
     shown = capsys.readouterr()
-    assert all(f"{model}: stop; " in shown.out for model in MODELS)
+    assert all(f"{model}: do not proceed; " in shown.out for model in MODELS)
     assert "do not proceed" in shown.out and "upgrade hf-rocm" in shown.err
     with pytest.raises(OverlayError, match="no overlay"):
         install(transformers_path=site.path)

@@ -11,7 +11,7 @@ from hf_rocm.tools.doctor.report import Finding, ok, problem, warning
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 # Prefixes of network interfaces that other machines can't reach.
-OWN = ("lo", "docker")
+LOCAL_INTERFACES = ("lo", "docker")
 
 
 def ranks(facts: Facts) -> Iterator[Finding]:
@@ -33,7 +33,7 @@ def ranks(facts: Facts) -> Iterator[Finding]:
             "several",
             f"{', '.join(present)} set, but not {', '.join(missing)}",
             means="torch.distributed treats this process as one of several, and fails or waits for the others",
-            fix=f"start it with torchrun, which sets all of them; else unset {' '.join(present)}",
+            fix=f"start it with torchrun, which sets all of them; otherwise unset {' '.join(present)}",
         )
     elif not_numbers:
         yield _invalid(", ".join(not_numbers) + ": not a number")
@@ -75,7 +75,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
             "several",
             f"LOCAL_RANK={local}, but this process sees only {visible}",
             means="the rank uses the GPU with its number, which does not exist (invalid device ordinal)",
-            fix=f"unset {_names(hidden)}; or, if a scheduler shows every rank only its own GPU: export LOCAL_RANK=0"
+            fix=f"unset {_names(hidden)}; or, if a scheduler shows each rank only one GPU: export LOCAL_RANK=0"
             if hidden
             else f"torchrun --nproc-per-node {count} …",
         )
@@ -120,7 +120,7 @@ def _several_hosts(facts: Facts) -> Iterator[Finding]:
     local, world = facts.set("LOCAL_WORLD_SIZE"), facts.set("WORLD_SIZE")
     several = local.isdecimal() and int(local) < int(world)
     if facts.host.resolves is False and several and not facts.set("GLOO_SOCKET_IFNAME"):
-        outward = [interface for interface in facts.host.interfaces if not interface.startswith(OWN)]
+        outward = [interface for interface in facts.host.interfaces if not interface.startswith(LOCAL_INTERFACES)]
         yield warning(
             "several",
             "this machine's host name does not resolve to one of its addresses",

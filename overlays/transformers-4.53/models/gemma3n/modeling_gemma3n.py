@@ -63,7 +63,7 @@ if overlay is not None and overlay.wanted(__name__):
     def _shared(cache, kwargs):
         """Return the dict in which layers store keys and values for later layers, or None.
 
-        From 5.6 on it is an argument, and from 4.56 to 5.5 an attribute of the cache, if there is one.
+        From 5.6 on, it is an argument; from 4.56 to 5.5, an attribute of the cache; without a cache, there is none.
         """
         shared = kwargs.get("shared_kv_states")
         if shared is not None or cache is None or keys_in_cache:

@@ -88,10 +88,16 @@ class UserCache:
         self._seen[index] += keys.shape[2]
         places = torch.arange(first, self._seen[index], device=keys.device)
         inner = self._self_attention()
-        # transformers 4.53 stores the tensors themselves.
-        if not hasattr(inner, "layers"):
+        if not first and _stores_first_tensors():
             keys, values = keys.clone(), values.clone()
         inner.update(keys, values, index, {"cache_position": places})
+
+
+def _stores_first_tensors() -> bool:
+    """Whether transformers' dynamic caches keep the first tensors themselves, rather than a copy: before 4.56."""
+    from transformers import cache_utils
+
+    return not hasattr(getattr(cache_utils, "DynamicLayer", None), "lazy_initialization")
 
 
 def store(result: Any, cache: DecodeCache) -> Any:

@@ -23,6 +23,10 @@ from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.rope_into_cache import one_kernel
 from hf_rocm.ops.specs.attention import FEW_QUERIES
 
+_HOME = "transformers.cache_utils"
+# The methods of a layer that write keys and values.
+_UPDATING = frozenset(("update", "lazy_initialization"))
+
 
 def attend(
     module: Any,
@@ -184,6 +188,8 @@ def rotate_and_update_cache(
                 if written is not None:
                     written()
                 return query, keys, values
+        # Free tensors that were created for the first keys and values.
+        rows = None
     query, key = normed_heads(module, (query, key), norms)
     if once:
         query, key = stock(query, key, *position_embeddings)
@@ -199,8 +205,15 @@ def _may_have_slot(cache: Any, index: int) -> bool:
     layers = getattr(cache, "layers", ())
     if index >= len(layers):
         return False
-    kind = type(layers[index]).__name__
-    return kind == "StaticLayer" or (kind == "DynamicLayer" and not layers[index].is_initialized)
+    layer = layers[index]
+    kind = _stock_kind(layer)
+    return kind == "StaticLayer" or (kind == "DynamicLayer" and not getattr(layer, "is_initialized", True))
+
+
+def _stock_kind(layer: Any) -> str | None:
+    """Return the name of the layer's class if transformers defines it, also if the class was replaced afterwards."""
+    kind = type(layer)
+    return kind.__name__ if kind.__module__ == _HOME else None
 
 
 def update_cache(
@@ -253,21 +266,22 @@ def slot(cache: Any, index: int, key: Tensor, value: Tensor, arguments: Mapping[
     rows = _stock_rows(cache, index, key, value, arguments) if own is None else own(cache, index, key, value)
     if rows is None or not (_fits(rows.keys, key) and _fits(rows.values, value)):
         return None
-    return rows
+    # Stock appends any values; the kernel writes one value for every key.
+    return rows if key.shape[:3] == value.shape[:3] else None
 
 
 def _stock_rows(cache: Any, index: int, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Slot | None:
     """Return the rows of a layer of transformers' own caches (from 4.56 on), or None."""
-    home = sys.modules.get("transformers.cache_utils")
     layers = getattr(cache, "layers", None)
     # before 4.56 a cache could offload without this attribute
     if not layers or index >= len(layers) or getattr(cache, "offloading", True):
         return None
     layer = layers[index]
-    if type(layer) is getattr(home, "StaticLayer", None):
-        return _static(layer, key, arguments) if _is_stock(cache, layer, home, "static_cache") else None
-    if type(layer) is getattr(home, "DynamicLayer", None):
-        return _empty(layer, key, value) if _is_stock(cache, layer, home, "dynamic_cache") else None
+    kind = _stock_kind(layer)
+    if kind == "StaticLayer":
+        return _static(layer, key, arguments) if _is_stock(cache, layer, "static_cache") else None
+    if kind == "DynamicLayer":
+        return _empty(layer, key, value) if _is_stock(cache, layer, "dynamic_cache") else None
     return None
 
 
@@ -287,8 +301,10 @@ def _static(layer: Any, key: Tensor, arguments: Mapping[str, Any]) -> Slot | Non
 
 
 def _empty(layer: Any, key: Tensor, value: Tensor) -> Slot | None:
-    """Return new tensors for the first keys and values of a layer in a dynamic cache, or None."""
-    if layer.is_initialized or not key.numel() or key.dtype != value.dtype or key.device != value.device:
+    """Return new tensors for the first keys and values of a layer in a dynamic cache (from 4.57 on), or None."""
+    if getattr(layer, "is_initialized", True) or not key.numel():
+        return None
+    if key.dtype != value.dtype or key.device != value.device:
         return None
     keys, values = key.new_empty(key.shape), value.new_empty(value.shape)
 
@@ -299,12 +315,14 @@ def _empty(layer: Any, key: Tensor, value: Tensor) -> Slot | None:
     return Slot(keys, values, None, written)
 
 
-def _is_stock(cache: Any, layer: Any, home: Any, feature: str) -> bool:
+def _is_stock(cache: Any, layer: Any, feature: str) -> bool:
     """Return whether the cache updates this layer as transformers' own code does."""
     from hf_rocm import features
 
-    own = "update" in vars(cache) or "update" in vars(layer)
-    return not own and getattr(type(cache), "update", None) is home.Cache.update and features.refuses(feature) is None
+    # Methods that user code has set on the objects.
+    own = "update" in vars(cache) or not _UPDATING.isdisjoint(vars(layer))
+    stock = sys.modules[_HOME].Cache.update
+    return not own and getattr(type(cache), "update", None) is stock and features.refuses(feature) is None
 
 
 def _fits(rows: Tensor, new: Tensor) -> bool:

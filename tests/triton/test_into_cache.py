@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, MistralConfig, StaticCache
+from transformers import DynamicCache, LlamaConfig, MistralConfig, StaticCache, cache_utils
 from transformers.cache_utils import DynamicLayer, StaticLayer
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -12,7 +12,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_rocm import ops, options
 from hf_rocm.generation.cache import DecodeCache
-from hf_rocm.layers.cached_attention import rotate_and_update_cache
+from hf_rocm.layers.cached_attention import _may_have_slot, rotate_and_update_cache, slot
 from hf_rocm.ops import pointwise
 from hf_rocm.overlay import bind
 from hf_rocm.overlay.activate import activate
@@ -242,13 +242,56 @@ def test_values_of_another_dtype_are_appended_by_stock():
     assert of_two_dtypes(cache) == ["rope"] and cache.layers[0].values.dtype == torch.float32
 
 
-@pytest.mark.parametrize("place", ["cache", "layer"])
-def test_an_update_that_was_set_on_an_object_is_called(place):
+@pytest.mark.parametrize("place", ["cache.update", "layer.update", "layer.lazy_initialization"])
+def test_a_method_that_was_set_on_an_object_is_called(place):
     cache, calls = dynamic_cache(), []
-    target = cache if place == "cache" else cache.layers[0]
-    update = target.update
-    target.update = lambda *args, **kwargs: calls.append(1) or update(*args, **kwargs)
+    owner, _, name = place.partition(".")
+    target = cache if owner == "cache" else cache.layers[0]
+    method = getattr(target, name)
+    setattr(target, name, lambda *args, **kwargs: calls.append(1) or method(*args, **kwargs))
     assert call(cache, 3, seed=0, tier="triton")[1] == ["rope"] and calls == [1]
+
+
+@pytest.mark.parametrize("name", ["update", "lazy_initialization"])
+def test_a_method_that_was_set_on_the_class_is_called(name, monkeypatch):
+    cache, calls = dynamic_cache(), []
+    method = getattr(DynamicLayer, name)
+    monkeypatch.setattr(DynamicLayer, name, lambda *args, **kwargs: calls.append(1) or method(*args, **kwargs))
+    assert call(cache, 3, seed=0, tier="triton")[1] == ["rope"] and calls == [1]
+
+
+@pytest.mark.parametrize("layer", [StaticLayer, DynamicLayer])
+def test_a_class_of_layers_that_was_replaced_is_used(layer, monkeypatch):
+    class Mine(layer):
+        def update(self, *args, **kwargs):
+            keys, self.values = super().update(*args, **kwargs)
+            return keys, self.values * 2
+
+    Mine.__name__ = layer.__name__
+    monkeypatch.setattr(cache_utils, layer.__name__, Mine)
+    cache = dynamic_cache() if layer is DynamicLayer else StaticCache(config=config(), max_cache_len=8)
+    cache.layers[:] = [Mine()] if layer is DynamicLayer else [Mine(max_cache_len=8)]
+    for seed in range(2):
+        assert call(cache, 2, seed=seed, tier="triton")[1] == ["rope"]
+
+
+def test_a_layer_of_a_release_without_a_flag_is_updated_by_stock():
+    """Before transformers 4.57, layers have no `is_initialized`."""
+    cache = dynamic_cache()
+    cache.update(*(torch.ones(1, KV, 1, D, dtype=torch.bfloat16) for _ in range(2)), 0)
+    del cache.layers[0].is_initialized
+    assert not _may_have_slot(cache, 0) and slot(cache, 0, *[torch.ones(1, KV, 1, D)] * 2, {}) is None
+
+
+@pytest.mark.parametrize("make", [dynamic_cache, lambda: DecodeCache([None], capacity=16, limit=32)])
+def test_values_of_another_shape_are_appended_by_stock(make):
+    query, key, value = heads(1, 3, torch.bfloat16, h=H, kv=KV, d=D)
+    for other in (value[:, :1], value.repeat(1, 2, 1, 1)):
+        cache = make()
+        with options.override(tier="triton"), ops.recording() as routes:
+            arguments = query, key, other, angles(1, 3, D, torch.bfloat16), cache, {}
+            _, _, values = rotate_and_update_cache(Module(), apply_rotary_pos_emb, *arguments)
+        assert [route.operation for route in routes] == ["rope"] and torch.equal(values, other)
 
 
 @pytest.mark.parametrize("cache", [written_cache, DynamicCache], ids=["static", "dynamic"])

@@ -53,7 +53,8 @@ def _rotate(
 ):
     """Rotate BLOCK_HEADS heads of one token. writes: whether to store them. shown: False to store NaN instead."""
     dtype: tl.constexpr = out.dtype.element_ty
-    head = first_head + tl.arange(0, BLOCK_HEADS)[:, None]
+    # The offset of a head in a long cache may exceed 32 bits.
+    head = first_head + tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
     valid = head < HEADS
     always = tl.full((1, 1), True, tl.int1)
     nothing = tl.zeros((1, 1), tl.int32)
@@ -110,7 +111,7 @@ def _copy(
     BLOCK: tl.constexpr,
     writes,
 ):
-    head = first + tl.arange(0, BLOCK_HEADS)[:, None]
+    head = first + tl.arange(0, BLOCK_HEADS)[:, None].to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     valid = (head < HEADS) & (column < DIM)
     value = tl.load(x + head * x_head + column, mask=valid, other=0.0)

@@ -93,7 +93,9 @@ def _in_one_kernel(
 ) -> Tensor | None:
     """Return the output [B, S, H, D_v] of a step of S tokens, or None if a single kernel can't compute this call."""
     cos = position_embeddings[0]
-    if compiling() or compiler._is_compiling_flag or not cos.dtype == query.dtype == key.dtype == value.dtype:
+    if compiling() or compiler._is_compiling_flag or not query.dtype == key.dtype == value.dtype:
+        return None
+    if not _match(query, key, cos):
         return None
     seen = attached_rows(mask)
     if seen is None or seen.key_lengths.numel() > 1 or seen.key_ends is not None:
@@ -129,18 +131,26 @@ def rotate(
 ) -> tuple[Tensor, Tensor]:
     """Apply rotary position embeddings, for models whose function rotates halves in the tensors' own dtype.
 
-    stock: the model's own function, used if the tensors' dtype differs from that of cos and sin. query: [B, H, S, D].
-    key: [B, Hkv, S, D]. position_embeddings: cos and sin, [B | 1, S, R], R ≤ D. partial: the model's function takes
-    only the R rotated dims. Returns (query, key).
+    stock: the model's own function, used if the tensors' dtype differs from that of cos and sin, or for other shapes,
+    which it may broadcast. query: [B, H, S, D]. key: [B, Hkv, S, D]. position_embeddings: cos and sin, [B | 1, S, R],
+    R ≤ D. partial: the model's function takes only the R rotated dims. Returns (query, key).
     """
     cos, sin = position_embeddings
-    if cos.dtype == query.dtype:
+    if _match(query, key, cos):
         return ops.rope(query, key, cos, sin)
     width = cos.shape[-1] if partial else query.shape[-1]
     rotated: tuple[Tensor, Tensor] = stock(query[..., :width], key[..., :width], cos, sin)
     if not partial:
         return rotated
     return torch.cat((rotated[0], query[..., width:]), dim=-1), torch.cat((rotated[1], key[..., width:]), dim=-1)
+
+
+def _match(query: Tensor, key: Tensor, cos: Tensor) -> bool:
+    """Return whether keys and angles have the dtype and the sizes that the kernels derive from the queries."""
+    b, _, s, _ = query.shape
+    if cos.dtype != query.dtype or cos.ndim != 3 or cos.shape[1] != s:
+        return False
+    return key.shape[0] == b and key.shape[2] == s and (cos.shape[0] == 1 or cos.shape[0] == b)
 
 
 def rotate_and_update_cache(
@@ -167,7 +177,7 @@ def rotate_and_update_cache(
         return query, *update_cache(module, key, value, cache, arguments)
     cos = position_embeddings[0]
     traced = compiling() or compiler._is_compiling_flag
-    if cos.dtype == query.dtype and cache is not None and _may_have_slot(cache, module.layer_idx) and not traced:
+    if _match(query, key, cos) and cache is not None and _may_have_slot(cache, module.layer_idx) and not traced:
         rows = slot(cache, module.layer_idx, key, value, arguments)
         if rows is not None:
             terms = norm_pair(module, norms, query)

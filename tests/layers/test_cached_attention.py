@@ -113,6 +113,40 @@ def test_a_cache_without_fixed_rows_has_no_slot(cache):
     assert torch.equal(results[1], layers.rotate(apply_rotary_pos_emb, query, key, angles)[1])
 
 
+def one_position(query, key, cos):
+    return query, key, cos[:, :1]
+
+
+def keys_of_one_row(query, key, cos):
+    return query, key[:1], cos
+
+
+def angles_of_another_dtype(query, key, cos):
+    return query, key, cos.double()
+
+
+@pytest.mark.parametrize("change", [one_position, keys_of_one_row, angles_of_another_dtype])
+@pytest.mark.parametrize("cached", [False, True])
+def test_stock_code_rotates_other_shapes_and_dtypes(change, cached):
+    query, key, value, (cos, sin) = call(0, 3)
+    query, key, cos = change(query, key, cos)
+    sin = change(query, key, sin)[2]
+    expected = apply_rotary_pos_emb(query, key, cos, sin)
+    cache = DynamicCache() if cached else None
+    with ops.recording() as routes:
+        value = value[: len(key)]
+        actual = rotate_and_update_cache(Module(), apply_rotary_pos_emb, query, key, value, (cos, sin), cache, {})
+    assert not routes
+    for one, other in zip(actual, expected, strict=False):
+        assert torch.equal(one, other)
+
+
+def test_angles_that_stock_refuses_raise_its_error():
+    query, key, value, (cos, sin) = call(0, 3)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        rotate_and_update_cache(Module(), apply_rotary_pos_emb, query, key, value, (cos[:, :2], sin[:, :2]), None, {})
+
+
 @pytest.mark.skipif(RELEASE >= FROM, reason="from 4.56 on, static caches have slots")
 def test_earlier_static_caches_have_no_slot():
     cache = static_cache()

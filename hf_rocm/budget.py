@@ -18,7 +18,7 @@ def in_bytes(budget: Any, weights: int, *, source: str = "budget=") -> int:
 
     budget: an integer is a number of bytes, a float from 0 to 1 is a share of `weights`; a string may be either
     (`"4 GiB"`, `"512MB"`, `"25%"`). weights: the size of the model's weights, or another total, in bytes. source: the
-    name of the setting in the error message. Raises `OptionError` for anything else.
+    name of the setting in the error message. Raises `OptionError` for any other budget.
     """
     if isinstance(budget, str):
         return _of_text(budget.strip(), weights, source)

@@ -69,11 +69,11 @@ class TuningError(HfRocmError):
 
 
 class TableError(TuningError):
-    """A table of tuned GEMMs is invalid, too large or can't be read. The facts list invalid lines."""
+    """A table of tuned GEMMs or of shapes is invalid or too large, or can't be read. The facts list invalid lines."""
 
 
 class GraphError(HfRocmError):
-    """Graphs were required, but can't be used; or a replay was wrong, and its tokens can't be withdrawn."""
+    """Graphs are required but can't be used, or a recorded step was wrong and its tokens can't be withdrawn."""
 
 
 class VerifyError(HfRocmError):

@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# Grouped-query attention (Hkv < H), and a head dim that kernels serve.
+# Grouped-query attention (Hkv < H), and a head dim that the kernels support.
 SHAPE = {
     "hidden_size": 128,
     "intermediate_size": 352,

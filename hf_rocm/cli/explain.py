@@ -17,7 +17,7 @@ def explain(
 ) -> None:
     """Show which kernel serves every operation of MODEL here, and why no faster one is used.
 
-    The model is loaded. Kernels that were never used on this machine are built and checked first; `warmup` shows the
+    The model is loaded. Kernels that have not been used on this machine are built and checked first; `warmup` shows the
     progress.
     """
     import torch

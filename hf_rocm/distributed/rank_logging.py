@@ -53,7 +53,7 @@ class _Buffer(logging.Filter):
         if record.thread != self.thread or record.levelno >= logging.ERROR or record.module == _ALWAYS:
             return True
         if self.here.rank == 0:
-            # `set` raises RuntimeError if the store no longer exists, as after the other ranks have ended.
+            # `set` raises RuntimeError if the store no longer exists, for example after the other ranks have ended.
             with suppress(RuntimeError):
                 if self.store is not None:
                     self.store.set(_key(record), "")

@@ -21,8 +21,8 @@ from hf_rocm.generation.watch import watches_of
 _READ = ("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "training")
 _OWN = frozenset(nn.Module().__dict__) - set(_READ)
 
-# Attributes on which no recorded forward depends: notes of hf_rocm and transformers, and the other attributes of
-# `nn.Module` itself.
+# Attributes on which no recorded forward depends: records that hf_rocm and transformers store in modules, and the other
+# attributes of `nn.Module` itself.
 _NOTES = frozenset(
     ("_hf_rocm_stayed", "_hf_rocm_report", "_hf_rocm_inputs_note", "_compiled_call", "_last_compile_config", *_OWN)
 )
@@ -67,7 +67,7 @@ class Snapshot:
         self._live, self._copies = [live for live, _ in filled], [copy for _, copy in filled]
         self.pointers = self._pointers()
         self._forms = self._described()
-        # Whether inference mode is enabled → its guards.
+        # Whether inference mode is enabled → the guards that were created in this mode.
         self._guards: dict[bool, Any] = {}
 
     def _add(self, holder: Any, values: Any, seen: set[int]) -> None:

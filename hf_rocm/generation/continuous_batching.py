@@ -1,7 +1,7 @@
 """Continuous batching of prepared models: hf_rocm's flash attention if possible, and no graphs that may be wrong.
 
-If `flash_provider` serves a model, its batches run `flash_attention_2`. Afterwards the model's own implementation is
-restored.
+If `flash_provider` serves a model, the model's batches run with `flash_attention_2`. Afterwards its previous attention
+implementation is restored.
 
 transformers records its own graphs for continuous batching and never compares a replay with an uncaptured step. So
 these graphs follow the rules of recorded steps (`suspects`): they are disabled on machines with a known fault, unless
@@ -96,7 +96,7 @@ def attention_of(model: nn.Module) -> str | None:
 
 
 def _can_batch(model: Any) -> bool:
-    """Return whether transformers has pages for all layers: only decoders with full or sliding attention have them."""
+    """Return whether transformers' paged cache supports all layers: full or sliding attention in a decoder."""
     if model.config.is_encoder_decoder:
         return False
     known = sliding_pages.SLIDING, sliding_pages.FULL

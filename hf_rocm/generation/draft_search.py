@@ -1,4 +1,4 @@
-"""The search for drafts in prompt lookup. In greedy decoding, it can return none while drafts are rejected.
+"""The search for drafts in prompt lookup. In greedy decoding, it can return no drafts while earlier ones are rejected.
 
 A step that verifies drafts takes longer than a step without drafts: up to 1.3 times as long with five drafts. In text
 that does not repeat its prompt, decoding without drafts would be faster. Whether a draft is accepted can be determined
@@ -16,7 +16,7 @@ _REJECTIONS = 3
 
 
 class DraftSearch:
-    """Finds the drafts of one call. adaptive: whether to stop while drafts are rejected.
+    """Finds the drafts of one call. adaptive: whether to return no drafts while earlier ones are rejected.
 
     After three searches in a row whose first draft was not the next token, `of` returns no drafts, until the first
     draft of a later search is the next token.

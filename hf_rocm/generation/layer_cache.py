@@ -1,4 +1,4 @@
-"""The base class of caches of recorded steps: the properties that transformers reads of every cache with layers."""
+"""The base class of caches of recorded steps: the properties that transformers reads from every cache with layers."""
 
 from __future__ import annotations
 

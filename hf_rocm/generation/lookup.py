@@ -1,7 +1,7 @@
 """Prompt lookup on the host: tokens are copied from the device only if they are not on the host yet.
 
 The stock search waits for the device once for every n-gram length and again for every match. The search here returns
-the same drafts.
+the same drafts, or none while drafts are rejected in greedy decoding (see `draft_search`).
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ class Unfinished(StandIn):
 
 
 class _Largest(StandIn):
-    """The largest element of the unfinished rows, []."""
+    """The largest element of an `Unfinished`, []."""
 
     def __init__(self, unfinished: Unfinished) -> None:
         self._unfinished = unfinished

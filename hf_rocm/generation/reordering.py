@@ -1,7 +1,7 @@
-"""The reordering of a cache between two steps of a beam search, which is recorded and then replayed.
+"""Record and replay the reordering of a cache between two steps of a beam search.
 
-A reordering copies the keys and values of every layer with dozens of small kernels. A recording covers the
-number of tokens rounded up, so that it stays valid for many steps.
+A reordering copies the keys and values of every layer with dozens of small kernels. A recording covers the number of
+tokens rounded up, so that it stays valid for many steps.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def recorded(
     if step is not None:
         return step
     reorder(cache.rows_of_beams(), rows)
-    # The reordering has just run, so only the recording failed.
+    # The reordering has just run, so only its recording can fail.
     with suppress(Exception):
         step = Reordering(recorder(rows.device), cache)
     if not ranks.all(step is not None) or step is None:

@@ -16,7 +16,7 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.masks import Kind, UnsupportedStep, kinds_of
 from hf_rocm.generation.residents import Form, Residents, Source
 
-# Arguments that grow by one with every token.
+# Arguments whose values increase by one with every token.
 _CLOCKS = ("cache_position", "position_ids")
 # Arguments that only some steps have.
 _OF_ONE_STEP = ("next_sequence_length", "is_first_iteration")
@@ -276,7 +276,7 @@ class Step:
     def _take(self, tokens: int, widths: tuple[int, ...]) -> Residents:
         """The tensors for steps of this many tokens: the tensors of an earlier call, or new ones."""
         for form in [form for form in self.known if form.widths != widths]:
-            # The buffers have grown since then.
+            # The buffers have grown since these tensors were created.
             del self.known[form]
         form = self._form._replace(tokens=tokens, widths=widths)
         # not inference tensors, which can't be advanced outside inference mode

@@ -20,7 +20,7 @@ Places = tuple[Tensor, int]
 class Source(NamedTuple):
     """Where the token ids of a step are on the device: see the fields of `BeginStepCall` with these names.
 
-    header: the position of the step, and where the drafts are, if these are not on the host yet.
+    header: the position of the step, and where the drafts are, if the host has neither yet.
     """
 
     ids: Tensor
@@ -64,7 +64,8 @@ class Residents:
         self.position: int | None = 0
         self.bases: tuple[int, ...] = ()
         self.input_ids = settle(torch.empty((b, n), dtype=form.dtypes[0], device=form.device))
-        self.tokens: Tensor | None = None  # [B, S], all tokens so far, to recompute earlier steps
+        # All tokens so far, to recompute earlier steps.
+        self.tokens: Tensor | None = None  # [B, S]
         # The number of earlier steps since user code last changed tokens in place.
         self.unedited = 0
         # One tensor, so that one operation writes everything. For every token of the step, it contains the position,

@@ -377,7 +377,7 @@ class Runner:
     def _differs(self, step: RecordedStep, result: comparison.Comparison, model: Any) -> None:
         """Disable recording. Raises `Rewind` if the uncaptured results may depend on values that replays wrote."""
         rank = "" if not (result.agrees_here and result.intact) else " on another rank"
-        difference = f"by up to {result.difference:.3g}" if result.intact else "and in other rows of the cache"
+        difference = f"by up to {result.difference:.3g}" if result.intact else "and wrote to other rows of the cache"
         reason = f"a replayed step differed from the step itself{rank}, {difference}"
         if self._unproven or not result.intact:
             self._take_back(step, reason, model, result.operators)
@@ -392,7 +392,8 @@ class Runner:
         schedule = step.schedule
         earlier = schedule.since - self._unproven
         if earlier > 0:
-            _log.warning("%s: up to %d tokens of earlier calls may be wrong too", self._state.name, earlier)
+            message = "%s: tokens of earlier calls may be wrong too (replays that were not compared: up to %d)"
+            _log.warning(message, self._state.name, earlier)
         self.cache.recordings.clear()
         incident.keep(model, reason=reason, operators=operators, replays=schedule.replays + 1, unproven=schedule.since)
         self._state.wrong_replay = reason

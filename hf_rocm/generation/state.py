@@ -36,7 +36,7 @@ class State:
         self.pool = Pool()
         # The reason why recording has stopped.
         self.disabled: str | None = None
-        # the same reason, if a comparison or the alarm showed that a replay was wrong
+        # The same reason, if a comparison, or a check for values that are not finite, showed that a replay was wrong.
         self.wrong_replay: str | None = None
         # The number of generate calls that used a DecodeCache.
         self.calls = 0
@@ -48,7 +48,7 @@ class State:
         self.replayed = 0
         # The number of these replayed steps that were compared.
         self.compared = 0
-        # a counter that changes whenever a call switches the model's experts implementation, for all threads
+        # A counter that changes whenever a call switches the experts implementation, which all threads share.
         self.switches = 0
         # The number of calls whose assistant was not prepared and ran uncaptured.
         self.plain_assistants = 0
@@ -86,7 +86,7 @@ class State:
     def number_of(self, fingerprint: Fingerprint, *, probable: bool = False) -> int:
         """Return the number of this fingerprint. A fingerprint that is new, or was dropped, gets a new number.
 
-        probable: whether recorded steps also compute probabilities (see `RecordedStep`); they have their own numbers.
+        probable: whether recorded steps also compute probabilities (see `RecordedStep`); such steps have other numbers.
         """
         with self._lock:
             number = self._fingerprints.pop((fingerprint, probable), None)
@@ -111,7 +111,7 @@ def refusal(name: str, reason: str) -> GraphError:
     return GraphError(
         f"{name} can't decode with graphs, which are required",
         facts={"reason": reason},
-        hint="leave HF_ROCM_GRAPHS unset (or graphs=None) to let such calls run uncaptured",
+        hint="leave HF_ROCM_GRAPHS unset (or pass graphs=None) to let such calls run uncaptured",
     )
 
 

@@ -1,6 +1,6 @@
-"""Disable recorded steps where replays of HIP graphs are known to be wrong, unless the user requires them.
+"""Refuse to record steps where replays of HIP graphs are known to be wrong, unless the user requires recording.
 
-`hf_rocm.known_faults` lists the faults. This module applies them to recorded steps.
+`hf_rocm.known_faults` lists the affected GPUs and ROCm releases.
 """
 
 from __future__ import annotations

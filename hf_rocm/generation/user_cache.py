@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_rocm import features
 from hf_rocm.generation.cache import DecodeCache
 
-# Cache implementations whose layers a `DecodeCache` can represent. Other caches move or quantise their tensors.
+# Cache implementations whose layers a `DecodeCache` can represent. Most others move or quantise their tensors.
 NAMED = ("static", "sliding_window", "hybrid", "dynamic", "dynamic_full")
 
 _LAYERS = ("DynamicLayer", "DynamicSlidingWindowLayer", "StaticLayer", "StaticSlidingWindowLayer")
@@ -72,7 +72,7 @@ class UserCache:
                 continue
             rows = min(count, layer.rows)
             keys, values = (buffer[:, :, layer.rows - rows : layer.rows] for buffer in (layer.keys, layer.values))
-            # Later queries do not attend to the other rows, so only their number matters.
+            # Later queries do not attend to tokens whose rows were overwritten, so only their number matters.
             if count > rows:
                 first = (part[:, :, :1].expand(-1, -1, count - rows, -1) for part in (keys, values))
                 self._update(index, *first)
@@ -94,7 +94,7 @@ class UserCache:
 
 
 def _stores_first_tensors() -> bool:
-    """Whether transformers' dynamic caches keep the first tensors themselves, rather than a copy: before 4.56."""
+    """Whether a dynamic cache of transformers stores the tensors of its first update, not a copy: before 4.56."""
     from transformers import cache_utils
 
     return not hasattr(getattr(cache_utils, "DynamicLayer", None), "lazy_initialization")

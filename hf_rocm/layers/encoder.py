@@ -56,7 +56,7 @@ class PreNormEncoderLayer:
         """Run the layer. x: [B, S, K]. Returns what the stock layer returns.
 
         The stock forward runs while torch.compile or torch.export traces, if attention weights are requested, if there
-        is no `attention_mask`, or if there are more positional arguments than the stock forward names.
+        is no `attention_mask`, or if there are more positional arguments than the stock forward has.
         """
         if compiling() or compiler._is_compiling_flag:
             return stock(module, x, *args, **arguments)

@@ -274,7 +274,7 @@ def examine(
     elif known:
         match, detail = Match.VERIFIED, f"as in {release_span(known)}"
     else:
-        match, detail = Match.COMPATIBLE, "a new file whose definitions are all known"
+        match, detail = Match.COMPATIBLE, "a new file; every definition that the overlay depends on is known"
     delivered = delivered if delivered != actual else None
     return replace(state, match=match, detail=edited or detail, differences=differences, delivered=delivered)
 

@@ -98,9 +98,10 @@ def show(comparison: Comparison) -> None:
     for model in comparison.idle:
         echo(f"  {styled('idle', 'red')}         {model}: no forward of hf_rocm was called")
     if comparison.repaired:
-        echo(f"  {len(comparison.repaired)} tests fail with stock and pass with overlays")
+        echo(f"  tests that fail with stock and pass with overlays: {len(comparison.repaired)}")
     result = "failed" if comparison.failed else "passed"
-    line(f"{len(comparison.regressions)} regressions", result, "red" if comparison.failed else "green")
+    count = len(comparison.regressions)
+    line(f"{count} regression{'s' * (count != 1)}", result, "red" if comparison.failed else "green")
 
 
 def _counts(model: str, results: Mapping[str, Result]) -> Counter[str]:

@@ -21,7 +21,7 @@ from lib.environments import clean_environ
 PLUGIN = Path(__file__).resolve().with_name("upstream_plugin.py")
 FAULTS = PLUGIN.with_name("upstream_faults.py")
 
-# The seconds from a test's time limit until the process is killed, if the alarm did not end the test.
+# The seconds from a test's time limit until the process is killed, if the plugin's alarm did not end the test.
 GRACE = 30.0
 
 
@@ -30,7 +30,7 @@ class Result:
     """The result of one test in one pass.
 
     outcome: `passed`, `failed`, `skipped`, `network` (it needs the Hub), `timeout` or `crashed`.
-    hits: the number of calls of overlaid forwards, by class. reached: the number of calls that an injected fault
+    hits: the number of calls to overlaid forwards, by class. reached: the number of calls that an injected fault
     changed.
     """
 
@@ -57,7 +57,7 @@ class Interpreter:
 class Pass:
     """How the tests of a tree are run. site: the folder with transformers (None: the one on the interpreter's path).
 
-    fault: one of `upstream_faults.FAULTS`. spread: a factor on the standard deviation of initial weights.
+    fault: one of `upstream_faults.FAULTS`. spread: a factor for the standard deviation of initial weights.
     left_out: tests that are not run.
     """
 

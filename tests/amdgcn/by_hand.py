@@ -27,7 +27,7 @@ PROOFS: Mapping[tuple[str, str, str, str], str] = {
         "v10 equals v8 where vcc is set, and the result is used only in lanes where vcc is set"
     ),
     ("gfx1100", "dequantize_eight", "s_ashr_i32 s15, s14, 31", "s_ashr_i32 s15, s14, 30"): (
-        "s14 is a workgroup's index, and a launch has fewer than 2^32 threads: both are 0"
+        "s14 is a workgroup's index, below 2^30 because a launch has fewer than 2^32 threads: both shifts return 0"
     ),
     ("gfx90a", "chosen_down", "v_mov_b32_e32 v7, v2", "v_mov_b32_e32 v8, v2"): (
         "v8 is overwritten next, and v7 differs only in the upper four of every eight lanes, whose sum is not read"

@@ -1,4 +1,4 @@
-"""Check known instruction sequences in the text, because errors in them rarely change results.
+"""Check known instruction sequences without executing them, because errors in them rarely change results.
 
 A float32 division uses v_div_scale, v_div_fmas and v_div_fixup; a wrong step changes the last bit of a few quotients. A
 conversion from float32 to bfloat16 without a conversion instruction adds half of the last kept bit (or slightly less if

@@ -30,7 +30,7 @@ def test_a_wait_is_implied_if_another_wait_completes_its_operations_early_enough
     "between",
     [
         [USE, WAIT],
-        # The load then overwrites this result.
+        # Without the first wait, the load may overwrite this result.
         ["v_mov_b32_e32 v4, 0", WAIT],
         ["s_barrier", WAIT],
         ["s_cbranch_scc0 end", WAIT],

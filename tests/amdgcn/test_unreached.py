@@ -37,7 +37,7 @@ def test_unreached_instructions_are_counted(tmp_path, capsys):
     assert share.missed == unreached.missed([share]) == pytest.approx(1 / 8)
     assert unreached.main([str(path)]) == 0
     out = capsys.readouterr().out
-    assert "1 of 8 instructions (12.5%) were not reached, and 0 are explained." in out
+    assert "1 of 8 instructions (12.5%) were not reached; 0 more were not reached, but are explained." in out
     assert out.index("(12.5%)") < out.index("| `_attn_fwd` | 1 | 4 | 100.0%")
 
 

@@ -1,4 +1,4 @@
-"""List the instructions of compiled kernels that no case has reached, by source line.
+"""Print how many instructions of every compiled kernel no case has reached, and the source lines with most of them.
 
     python -m tests.amdgcn.unreached REPORT ...
 
@@ -114,7 +114,8 @@ def main(arguments: Sequence[str]) -> int:
     print(table(counted))
     total, explained = (sum(getattr(share, name) for share in counted) for name in ("instructions", "explained"))
     count = sum(share.places.total() for share in counted)
-    print(f"\n{count} of {total} instructions ({missed(counted):.1%}) were not reached, and {explained} are explained.")
+    summary = f"{count} of {total} instructions ({missed(counted):.1%})"
+    print(f"\n{summary} were not reached; {explained} more were not reached, but are explained.")
     if others:
         print(f"\nKernels of other projects, which are not counted:\n\n{table(others)}")
     return 0

@@ -221,7 +221,7 @@ def test_status_shows_both_axes_and_what_needs_attention(command: Command, site:
 def test_status_fits_the_terminal(
     columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every line fits, except a path with more characters than the terminal has columns, on its own line."""
+    """Every line fits, except a path that is longer than the terminal is wide; such a path has its own line."""
     monkeypatch.setenv("COLUMNS", str(columns))
     main(["status", "--all"])
     shown = capsys.readouterr().out

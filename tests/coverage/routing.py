@@ -35,7 +35,7 @@ class Choices(TorchFunctionMode):
         largest = function in _LARGEST and isinstance(result, tuple) and scores.ndim < 4
         if function not in _TOP and not largest:
             return result
-        # Scores of excluded experts are ignored.
+        # Excluded experts have scores of -inf, whose difference would be NaN.
         self.scores.append(scores.detach().nan_to_num(neginf=0.0))
         ids = result[1]
         if self.stock_choices is not None:

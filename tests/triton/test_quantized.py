@@ -47,10 +47,10 @@ def exact(call: QuantizedCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any):
-    """Compare once. In machine code, also check that a NaN affects only its own row or column.
+    """Compare one call with eager layers. In machine code, also check that a NaN affects only its own row or column.
 
-    There, 8-bit weights with a scale for each row are also compared with enough columns for several iterations of
-    the loop. If the call has no further arguments, the smallest numbers of their format are also checked.
+    In machine code, a call with one scale per row is repeated with so many columns that the loop has several
+    iterations. If it has no further arguments, the smallest numbers of the weight's format are also checked.
     """
     output = check_once(x, weight, scale, bias, **kwargs)
     if suite.gpu() is not None:

@@ -48,7 +48,7 @@ def quantized(kind="int8", *, prepare=True, **arguments):
 
 
 def logits_and_gemms(model, ids=IDS):
-    """Returns (the logits, the shapes of the quantised weights in GEMMs, the number of other GEMMs)."""
+    """Return (the logits, the shapes of the quantised weights in GEMMs, the number of other GEMMs)."""
     with torch.no_grad(), ops.recording() as routes:
         output = model(ids, use_cache=False).logits
     shapes = [route.shapes[1] for route in routes if route.operation == "quantized_linear"]

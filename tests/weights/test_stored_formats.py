@@ -130,7 +130,7 @@ def test_zero_nan_and_extreme_scales_affect_only_their_row(case):
     ids=str,
 )
 def test_the_format_is_that_of_the_library(case):
-    """The library writes tensors with the same names, dtypes and shapes; hf_rocm reads the same numbers from them."""
+    """compressed-tensors writes the same names, dtypes and shapes; hf_rocm reads the same numbers from its tensors."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 

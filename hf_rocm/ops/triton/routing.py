@@ -51,7 +51,7 @@ def _groups(spec: RoutingSpec) -> str | None:
     if size & (size - 1) or spec.groups & (spec.groups - 1):
         return f"the number of groups and their size must be powers of two, got {spec.groups} of {size}"
     if spec.best not in (1, 2) or size < spec.best:
-        return f"the routing kernel ranks groups by their best one or two experts, not {spec.best}"
+        return f"the routing kernel ranks groups by their best one or two experts, got {spec.best} of {size}"
     if spec.chosen_groups * size < spec.top_k:
         return f"{spec.chosen_groups} groups of {size} have fewer than {spec.top_k} experts"
     return None

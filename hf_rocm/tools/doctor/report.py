@@ -21,7 +21,7 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """One entry of the report.
 
     check: the name of the check, as in docs/troubleshooting.md. what: the fact, as a sentence without a full stop.
     means: the consequence, for warnings and problems. fix: a command, or instructions if no command helps. link: the

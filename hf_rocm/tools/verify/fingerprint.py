@@ -40,7 +40,7 @@ def combined(fingerprints: Mapping[str, str]) -> str:
 
 
 def of_config(config: Any) -> str:
-    """Return a config's checksum, without paths, versions, dtypes, architectures, use_cache and private values.
+    """Return a config's checksum, without paths, versions, dtypes, architectures, use_cache or private values.
 
     They are left out only at the top level: the checksum includes the dtypes and use_cache of nested configs.
     """

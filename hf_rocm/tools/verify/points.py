@@ -41,7 +41,7 @@ class Recorder:
         self._blocks, self._outside, self._inside, self._rotary = blocks, outside, inside, rotary
         # (layer, path inside it, module).
         self._stack: list[tuple[str, str, nn.Module]] = []
-        # The layer's input and its modules' results, not recorded as inputs.
+        # The layer's input and its modules' results. If a linear layer's input is one of these, it is not recorded.
         self._values: list[Tensor | None] = []
         self.keeps: tuple[Tensor, ...] = ()
         self.forced: dict[str, Tensor] = {}

@@ -25,7 +25,7 @@ class Run:
     """The results of one run of a case.
 
     finals, points, inputs: one item per call; finals: [N, V]; inputs: layer → its input. ran: the operations of hf_rocm
-    that ran, by layer and path. routes: the calls of operations, with their tiers.
+    that ran, by layer and path. routes: the calls to operations, with their tiers.
     """
 
     finals: list[Tensor] = field(default_factory=list)

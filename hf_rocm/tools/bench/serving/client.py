@@ -15,7 +15,7 @@ HOST = "127.0.0.1"
 COMPLETIONS, CHAT = "completions", "chat"
 # endpoint → path
 PATHS = {COMPLETIONS: "/v1/completions", CHAT: "/v1/chat/completions"}
-# Characters of an error message to keep.
+# The largest number of characters that are kept of an error message.
 _DETAIL = 200
 _LONGEST_LINE = 2**20
 

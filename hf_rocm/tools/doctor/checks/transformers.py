@@ -78,14 +78,14 @@ def _overlays(facts: Facts) -> Finding:
         return problem(
             "overlays",
             f"{pluralized(foreign, 'block')} with code that is not from this hf-rocm's overlays",
-            means="that code runs when those models are imported",
+            means="such code runs when the model of its file is imported",
             fix="hf-rocm install-overlays   # replaces it; hf-rocm status names the files",
         )
     if old:
         return warning(
             "overlays",
             f"{pluralized(old, 'overlay')} of another hf-rocm release",
-            means="they are inert, and their models stay stock",
+            means="such an overlay is inert, and its model stays stock",
             fix="hf-rocm install-overlays",
         )
     changed = _count(states, lambda installed, match: match == "changed")
@@ -112,7 +112,7 @@ def _count(states: Mapping[tuple[str, ...], int], predicate: object) -> int:
 
 
 def _kernels(facts: Facts) -> Iterator[Finding]:
-    """Check the version of `kernels`: outside a narrow range, transformers uses no Hub kernels."""
+    """Check the version of `kernels`: if it is outside a narrow range, transformers uses no Hub kernels."""
     installed, wanted = facts.version_of("kernels"), facts.transformers.kernels
     if installed is None or wanted is None:
         return

@@ -11,7 +11,7 @@ from hf_rocm.tools.porting.module import Module
 SPLIT = Rule(
     "allocator-split-size",
     Severity.WARNING,
-    "max_split_size_mb stops the allocator from splitting large free blocks, so that smaller requests can't reuse "
+    "max_split_size_mb stops the allocator from splitting large free blocks, so smaller requests can't reuse "
     "them; combined with expandable_segments on ROCm, it lets memory grow without bound",
     "leave it out, or use hf_rocm.setup_environment(); `hf-rocm doctor` tests the setting",
 )

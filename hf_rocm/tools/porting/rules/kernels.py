@@ -25,7 +25,7 @@ CUPY = Rule(
 EXTRA = Rule(
     "triton-cuda-module",
     Severity.WARNING,
-    "triton.language.extra.cuda calls NVIDIA's device library: a kernel with it does not compile on ROCm",
+    "triton.language.extra.cuda calls NVIDIA's device library: a kernel that uses it does not compile on ROCm",
     "triton.language.extra.libdevice, which selects the functions for the current GPU",
 )
 WARPS = Rule(
@@ -72,7 +72,7 @@ def cupy(module: Module) -> Iterator[Place]:
 
 
 def triton(module: Module) -> Iterator[Place]:
-    """Find PTX in tl.inline_asm_elementwise, triton.language.extra.cuda, and num_warps above 16."""
+    """Find PTX in tl.inline_asm_elementwise, uses of triton.language.extra.cuda, and num_warps above 16."""
     for node, context in module.nodes(ast.Call, ast.Import, ast.ImportFrom, ast.Attribute):
         if module.guarded(context) or context.absence:
             continue
@@ -129,7 +129,7 @@ def _is_used(module: Module, node: ast.AST) -> bool:
 
 
 def lanes(module: Module) -> Iterator[Place]:
-    """Find WARP_SIZE = 32 and similar names in a file with kernels, and `cuda.threadIdx.x % 32` and equivalents."""
+    """Find `WARP_SIZE = 32`, `cuda.threadIdx.x % 32` and equivalents, in files that import a kernel language."""
     if not any(module.imports(package) for package in ("triton", "numba", "cupy", "cutlass", "tilelang", "pycuda")):
         return
     for node, context in module.nodes(ast.Assign, ast.BinOp):
@@ -146,7 +146,7 @@ def lanes(module: Module) -> Iterator[Place]:
 
 
 def sources(module: Module) -> Iterator[Place]:
-    """Check CUDA C++ in strings that load_inline, CuPy or PyCUDA compiles, with the rules for source files."""
+    """Apply the rules for source files to CUDA C++ in strings that load_inline, CuPy or PyCUDA compiles."""
     for node, context in module.nodes(ast.Call):
         assert isinstance(node, ast.Call)
         called = module.called(node.func)

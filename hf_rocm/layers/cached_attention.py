@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from hf_rocm.ops.attention import user_serves
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.rope_into_cache import one_kernel
 from hf_rocm.ops.specs.attention import FEW_QUERIES
+from hf_rocm.overlay.replacements import origin
 
 _HOME = "transformers.cache_utils"
 # The methods of a layer that write keys and values.
@@ -93,9 +95,7 @@ def _in_one_kernel(
 ) -> Tensor | None:
     """Return the output [B, S, H, D_v] of a step of S tokens, or None if a single kernel can't compute this call."""
     cos = position_embeddings[0]
-    if compiling() or compiler._is_compiling_flag or not query.dtype == key.dtype == value.dtype:
-        return None
-    if not _match(query, key, cos):
+    if compiling() or compiler._is_compiling_flag or value.dtype != query.dtype:
         return None
     seen = attached_rows(mask)
     if seen is None or seen.key_lengths.numel() > 1 or seen.key_ends is not None:
@@ -103,7 +103,7 @@ def _in_one_kernel(
     rows = slot(cache, module.layer_idx, key, value, arguments)
     if rows is None or rows.position is None or rows.position.ndim == 0:
         return None
-    if mask.shape[2:] != (query.shape[2], rows.keys.shape[2]):
+    if mask.shape[2:] != (query.shape[2], rows.keys.shape[2]) or not _match(query, key, *position_embeddings):
         return None
     terms = norm_pair(module, norms, query)
     if terms is False or user_serves(
@@ -136,7 +136,9 @@ def rotate(
     R ≤ D. partial: the model's function takes only the R rotated dims. Returns (query, key).
     """
     cos, sin = position_embeddings
-    if _match(query, key, cos):
+    # Symbolic sizes are not compared, because every comparison would restrict the compiled code.
+    traced = compiling() or compiler._is_compiling_flag
+    if cos.dtype == query.dtype if traced else _match(query, key, cos, sin):
         return ops.rope(query, key, cos, sin)
     width = cos.shape[-1] if partial else query.shape[-1]
     rotated: tuple[Tensor, Tensor] = stock(query[..., :width], key[..., :width], cos, sin)
@@ -145,12 +147,14 @@ def rotate(
     return torch.cat((rotated[0], query[..., width:]), dim=-1), torch.cat((rotated[1], key[..., width:]), dim=-1)
 
 
-def _match(query: Tensor, key: Tensor, cos: Tensor) -> bool:
+def _match(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     """Return whether keys and angles have the dtype and the sizes that the kernels derive from the queries."""
-    b, _, s, _ = query.shape
-    if cos.dtype != query.dtype or cos.ndim != 3 or cos.shape[1] != s:
+    b, _, s, d = query.shape
+    key_b, _, key_s, key_d = key.shape
+    size = cos.shape
+    if (key_b, key_s, key_d) != (b, s, d) or len(size) != 3 or size[1] != s or size != sin.shape:
         return False
-    return key.shape[0] == b and key.shape[2] == s and (cos.shape[0] == 1 or cos.shape[0] == b)
+    return (size[0] == 1 or size[0] == b) and query.dtype == key.dtype == cos.dtype == sin.dtype
 
 
 def rotate_and_update_cache(
@@ -177,7 +181,8 @@ def rotate_and_update_cache(
         return query, *update_cache(module, key, value, cache, arguments)
     cos = position_embeddings[0]
     traced = compiling() or compiler._is_compiling_flag
-    if _match(query, key, cos) and cache is not None and _may_have_slot(cache, module.layer_idx) and not traced:
+    may_have_slot = cache is not None and not traced and _may_have_slot(cache, module.layer_idx)
+    if may_have_slot and _match(query, key, *position_embeddings):
         rows = slot(cache, module.layer_idx, key, value, arguments)
         if rows is not None:
             terms = norm_pair(module, norms, query)
@@ -331,8 +336,14 @@ def _is_stock(cache: Any, layer: Any, feature: str) -> bool:
 
     # Methods that user code has set on the objects.
     own = "update" in vars(cache) or not _UPDATING.isdisjoint(vars(layer))
-    stock = sys.modules[_HOME].Cache.update
-    return not own and getattr(type(cache), "update", None) is stock and features.refuses(feature) is None
+    stock = getattr(sys.modules.get(_HOME), "Cache", None)
+    if own or stock is None or getattr(type(cache), "update", None) is not stock.update:
+        return False
+    # The digests belong to the class that transformers defines now, which may not be the class of the layer.
+    methods = [getattr(type(layer), name, None) for name in _UPDATING]
+    if not all(isinstance(method, FunctionType) and origin(method) == _HOME for method in methods):
+        return False
+    return features.refuses(feature) is None
 
 
 def _fits(rows: Tensor, new: Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig, MistralConfig, StaticCache, cache_utils
@@ -281,6 +283,76 @@ def test_a_layer_of_a_release_without_a_flag_is_updated_by_stock():
     cache.update(*(torch.ones(1, KV, 1, D, dtype=torch.bfloat16) for _ in range(2)), 0)
     del cache.layers[0].is_initialized
     assert not _may_have_slot(cache, 0) and slot(cache, 0, *[torch.ones(1, KV, 1, D)] * 2, {}) is None
+
+
+@pytest.mark.parametrize("when", ["before the first check", "after it"])
+def test_a_patched_class_whose_name_was_replaced_is_followed(when, monkeypatch):
+    from hf_rocm import features
+
+    monkeypatch.setattr(features, "_watches", {})
+    if when == "after it":
+        assert features.refuses("dynamic_cache") is None
+    calls, update = [], DynamicLayer.update
+
+    @functools.wraps(update)
+    def patched(*args, **kwargs):
+        calls.append(1)
+        return update(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache_utils, "DynamicLayer", type("DynamicLayer", (DynamicLayer,), {}))
+        features.refuses("dynamic_cache")
+    monkeypatch.setattr(DynamicLayer, "update", patched)
+    assert call(dynamic_cache(), 3, seed=0, tier="triton")[1] == ["rope"] and calls == [1]
+
+
+def test_a_subclass_with_the_stock_name_is_followed():
+    class Mine(DynamicLayer):
+        def update(self, *args, **kwargs):
+            keys, values = super().update(*args, **kwargs)
+            return keys, values * 2
+
+    Mine.__module__, Mine.__name__ = DynamicLayer.__module__, DynamicLayer.__name__
+    cache = dynamic_cache()
+    cache.layers[:] = [Mine()]
+    assert call(cache, 3, seed=0, tier="triton")[1] == ["rope"]
+
+
+def one_position(query, key, cos, sin):
+    return query, key, cos[:, :1], sin[:, :1]
+
+
+def one_sine(query, key, cos, sin):
+    return query, key, cos, sin[:, :1]
+
+
+def keys_of_another_dtype(query, key, cos, sin):
+    return query, key.float(), cos, sin
+
+
+@pytest.mark.parametrize("change", [one_position, one_sine, keys_of_another_dtype])
+@pytest.mark.parametrize(
+    "make",
+    [lambda: None, dynamic_cache, lambda: DecodeCache([None], capacity=16, limit=32)],
+    ids=["none", "dynamic", "recorded"],
+)
+def test_stock_rotates_other_shapes_and_dtypes(make, change):
+    query, key, value = heads(1, 3, torch.bfloat16, h=H, kv=KV, d=D)
+    query, key, cos, sin = change(query, key, *angles(1, 3, D, torch.bfloat16))
+    expected = apply_rotary_pos_emb(query, key, cos, sin)
+    with options.override(tier="triton"), ops.recording() as routes:
+        arguments = query, key, value, (cos, sin), make(), {}
+        actual = rotate_and_update_cache(Module(), apply_rotary_pos_emb, *arguments)
+    assert not routes
+    for one, other in zip(actual[:2], expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_heads_of_another_dim_raise_stocks_error():
+    query, key, value = heads(1, 3, torch.bfloat16, h=H, kv=KV, d=D)
+    with options.override(tier="triton"), pytest.raises(RuntimeError, match="must match the size"):
+        arguments = query, key[..., :4], value, angles(1, 3, D, torch.bfloat16), dynamic_cache(), {}
+        rotate_and_update_cache(Module(), apply_rotary_pos_emb, *arguments)
 
 
 @pytest.mark.parametrize("make", [dynamic_cache, lambda: DecodeCache([None], capacity=16, limit=32)])

@@ -50,10 +50,10 @@ def assert_run_as_good_as_eager(
     Among hundreds of parts, some are accurate by chance in the eager run. These parts vary with the machine and
     with the order of the sums. Errors are relative to the largest value of the part.
 
-    least: the minimum of this largest value, as a share of the run's largest value. rounded: float64 runs whose weights
-    or inputs have random relative errors of up to half of eps of eager's dtype. These runs show the effect of rounding
-    independently of the order of the sums, and are computed only if an error exceeds the limit derived from the
-    eager run.
+    least: the minimum of this largest value, as a share of the run's largest value. rounded: float64 results that
+    show the effect of rounding independently of the machine: those of runs whose weights or inputs have random relative
+    errors of up to half of eps of eager's dtype, or `expected` plus the errors of eager runs with nearby weights. They
+    are computed only if an error exceeds the limit derived from the eager run.
     """
     assert actual and actual.keys() == eager.keys() == expected.keys()
     floor = least * max(value.abs().max().item() for value in expected.values())

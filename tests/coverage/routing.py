@@ -6,7 +6,6 @@ compared separately, and everything after them is computed with stock's selectio
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -61,18 +60,7 @@ def choosing(case: Case, replay: Choices | None = None) -> Iterator[Choices]:
     assert not choices.stock_choices, "some of stock's selections were not used"
 
 
-def float64_copy(case: Case, model: Any) -> Any:
-    """Return a copy of a model in float64."""
-    exact = copy.deepcopy(model).double()
-    if case.has_routed_experts() and hasattr(exact, "set_experts_implementation"):
-        # grouped_mm does not support float64.
-        exact.set_experts_implementation("eager")
-    if case.has_routed_experts():
-        _route_in_float64(exact)
-    return exact
-
-
-def _route_in_float64(model: Any) -> None:
+def route_in_float64(model: Any) -> None:
     """Make the routers of a model use float64: some convert to float32, which can't be combined with float64.
 
     If a router returns three results, the first one, the logits, is not converted. It is only reported, and one model

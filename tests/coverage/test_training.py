@@ -12,6 +12,7 @@ from tests.coverage import inputs
 from tests.coverage.case import params
 from tests.coverage.cases import CASES
 from tests.coverage.hits import counted
+from tests.coverage.perturbed import perturbed
 from tests.tolerance import assert_run_as_good_as_eager
 
 
@@ -30,15 +31,9 @@ def gradients(case, model):
     return {"loss": loss.detach().to(next(model.parameters()).dtype), **named}
 
 
-def rounded_once(case, exact, *, times=4):
+def rounded_once(case, exact):
     """Yield gradients in float64 of models whose weights are perturbed by up to the rounding error of fp32."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(times):
-        model = copy.deepcopy(exact)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                noise = 2 * torch.rand(parameter.shape, generator=generator, dtype=parameter.dtype) - 1
-                parameter.mul_(1 + noise * torch.finfo(torch.float32).eps / 2)
+    for model in perturbed(exact):
         with inputs.in_float64():
             yield gradients(case, model)
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, MistralConfig, StaticCache, cache_utils
-from transformers.cache_utils import DynamicLayer, StaticLayer
+from transformers import DynamicCache, LlamaConfig, StaticCache
+from transformers.cache_utils import StaticLayer
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from hf_rocm import ops, options
 from hf_rocm.generation.cache import DecodeCache
-from hf_rocm.layers.cached_attention import _may_have_slot, rotate_and_update_cache, slot
+from hf_rocm.layers.cached_attention import rotate_and_update_cache
 from hf_rocm.ops import pointwise
 from hf_rocm.overlay import bind
 from hf_rocm.overlay.activate import activate
@@ -36,13 +34,20 @@ def dynamic_cache():
     return DynamicCache(config=config())
 
 
+def decode_cache():
+    return DecodeCache([None], capacity=16, limit=32)
+
+
 def call(cache, length, *, seed, tier, dtype=torch.bfloat16, batch=2):
     """Call a layer's rope and cache update once. Returns the results and the operations that ran."""
-    query, key, value = (head + seed for head in heads(batch, length, dtype, h=H, kv=KV, d=D))
+    states = (head + seed for head in heads(batch, length, dtype, h=H, kv=KV, d=D))
+    return run(*states, angles(1, length, D, dtype), cache, tier=tier)
+
+
+def run(query, key, value, tables, cache, *, tier="triton"):
+    """Returns (the results, the operations that ran). tables: cos and sin."""
     with options.override(tier=tier), ops.recording() as routes:
-        results = rotate_and_update_cache(
-            Module(), apply_rotary_pos_emb, query, key, value, angles(1, length, D, dtype), cache, {}
-        )
+        results = rotate_and_update_cache(Module(), apply_rotary_pos_emb, query, key, value, tables, cache, {})
     return results, [route.operation for route in routes]
 
 
@@ -68,37 +73,11 @@ def test_a_static_layer_is_written_to_and_its_length_advances():
 
 
 def test_the_cache_of_recorded_steps_is_written_to_and_its_length_advances():
-    steps = list(run_both(lambda: DecodeCache([None], capacity=16, limit=32), 5, 1, 1))
+    steps = list(run_both(decode_cache, 5, 1, 1))
     assert [operations for operations, _, _ in steps] == [["rope_into_cache"]] * 3
     _, actual, stock = steps[-1]
     assert actual.layers[0].rows == stock.layers[0].rows == 7
     assert torch.equal(actual.layers[0].keys[:, :, :7], stock.layers[0].keys[:, :, :7])
-
-
-@pytest.mark.parametrize(("length", "operation"), [(4, "rope_into_cache"), (5, "rope")])
-def test_stock_code_writes_a_prompt_that_is_longer_than_the_window(length, operation):
-    ((operations, actual, stock),) = run_both(lambda: DecodeCache([4], capacity=16, limit=32), length)
-    assert operations == [operation]
-    (layer,), (expected,) = actual.layers, stock.layers
-    assert (layer.base, layer.rows) == (expected.base, expected.rows) == (length - 4, 4)
-    assert torch.equal(layer.values[:, :, :4], expected.values[:, :, :4])
-
-
-def test_the_first_tokens_of_a_dynamic_cache_are_written_to_new_tensors():
-    steps = list(run_both(dynamic_cache, 5, 1, 2))
-    assert [operations for operations, _, _ in steps] == [["rope_into_cache"], ["rope"], ["rope"]]
-    (layer,), (expected,) = (cache.layers for cache in steps[-1][1:])
-    assert vars(layer).keys() == vars(expected).keys()
-    for name, value in vars(expected).items():
-        actual = getattr(layer, name)
-        assert torch.equal(actual, value) if isinstance(value, torch.Tensor) else actual == value, name
-    ((_, first, stock),) = run_both(dynamic_cache, 3)
-    assert vars(first.layers[0]).keys() == vars(stock.layers[0]).keys()
-    for name in ("keys", "values"):
-        tensors = [getattr(cache.layers[0], name) for cache in (first, stock)]
-        assert torch.equal(*tensors) and tensors[0].stride() == tensors[1].stride()
-    first.reset()
-    assert call(first, 2, seed=0, tier="triton")[1] == ["rope_into_cache"]
 
 
 def test_calls_with_a_single_token_advance_the_position():
@@ -220,152 +199,6 @@ class Bare(torch.nn.Module):
     layer_idx = 0
 
 
-def test_gradients_of_a_prompt_are_those_of_stock():
-    cache = dynamic_cache()
-    query, key, value = heads(1, 3, torch.float32, h=H, kv=KV, d=D)
-    key = key.clone().requires_grad_()
-    with options.override(tier=""), ops.recording() as routes:
-        arguments = query, key, value, angles(1, 3, D, torch.float32), cache, {}
-        _, keys, _ = rotate_and_update_cache(Module(), apply_rotary_pos_emb, *arguments)
-    assert [route.operation for route in routes] == ["rope"] and keys.requires_grad
-    assert cache.layers[0].keys is keys
-
-
-def of_two_dtypes(cache):
-    query, key, value = heads(1, 3, torch.bfloat16, h=H, kv=KV, d=D)
-    with options.override(tier="triton"), ops.recording() as routes:
-        arguments = query, key, value.float(), angles(1, 3, D, torch.bfloat16), cache, {}
-        rotate_and_update_cache(Module(), apply_rotary_pos_emb, *arguments)
-    return [route.operation for route in routes]
-
-
-def test_values_of_another_dtype_are_appended_by_stock():
-    cache = dynamic_cache()
-    assert of_two_dtypes(cache) == ["rope"] and cache.layers[0].values.dtype == torch.float32
-
-
-@pytest.mark.parametrize("place", ["cache.update", "layer.update", "layer.lazy_initialization"])
-def test_a_method_that_was_set_on_an_object_is_called(place):
-    cache, calls = dynamic_cache(), []
-    owner, _, name = place.partition(".")
-    target = cache if owner == "cache" else cache.layers[0]
-    method = getattr(target, name)
-    setattr(target, name, lambda *args, **kwargs: calls.append(1) or method(*args, **kwargs))
-    assert call(cache, 3, seed=0, tier="triton")[1] == ["rope"] and calls == [1]
-
-
-@pytest.mark.parametrize("name", ["update", "lazy_initialization"])
-def test_a_method_that_was_set_on_the_class_is_called(name, monkeypatch):
-    cache, calls = dynamic_cache(), []
-    method = getattr(DynamicLayer, name)
-    monkeypatch.setattr(DynamicLayer, name, lambda *args, **kwargs: calls.append(1) or method(*args, **kwargs))
-    assert call(cache, 3, seed=0, tier="triton")[1] == ["rope"] and calls == [1]
-
-
-@pytest.mark.parametrize("layer", [StaticLayer, DynamicLayer])
-def test_a_class_of_layers_that_was_replaced_is_used(layer, monkeypatch):
-    class Mine(layer):
-        def update(self, *args, **kwargs):
-            keys, self.values = super().update(*args, **kwargs)
-            return keys, self.values * 2
-
-    Mine.__name__ = layer.__name__
-    monkeypatch.setattr(cache_utils, layer.__name__, Mine)
-    cache = dynamic_cache() if layer is DynamicLayer else StaticCache(config=config(), max_cache_len=8)
-    cache.layers[:] = [Mine()] if layer is DynamicLayer else [Mine(max_cache_len=8)]
-    for seed in range(2):
-        assert call(cache, 2, seed=seed, tier="triton")[1] == ["rope"]
-
-
-def test_a_layer_of_a_release_without_a_flag_is_updated_by_stock():
-    """Before transformers 4.57, layers have no `is_initialized`."""
-    cache = dynamic_cache()
-    cache.update(*(torch.ones(1, KV, 1, D, dtype=torch.bfloat16) for _ in range(2)), 0)
-    del cache.layers[0].is_initialized
-    assert not _may_have_slot(cache, 0) and slot(cache, 0, *[torch.ones(1, KV, 1, D)] * 2, {}) is None
-
-
-@pytest.mark.parametrize("when", ["before the first check", "after it"])
-def test_a_patched_class_whose_name_was_replaced_is_followed(when, monkeypatch):
-    from hf_rocm import features
-
-    monkeypatch.setattr(features, "_watches", {})
-    if when == "after it":
-        assert features.refuses("dynamic_cache") is None
-    calls, update = [], DynamicLayer.update
-
-    @functools.wraps(update)
-    def patched(*args, **kwargs):
-        calls.append(1)
-        return update(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(cache_utils, "DynamicLayer", type("DynamicLayer", (DynamicLayer,), {}))
-        features.refuses("dynamic_cache")
-    monkeypatch.setattr(DynamicLayer, "update", patched)
-    assert call(dynamic_cache(), 3, seed=0, tier="triton")[1] == ["rope"] and calls == [1]
-
-
-def test_a_subclass_with_the_stock_name_is_followed():
-    class Mine(DynamicLayer):
-        def update(self, *args, **kwargs):
-            keys, values = super().update(*args, **kwargs)
-            return keys, values * 2
-
-    Mine.__module__, Mine.__name__ = DynamicLayer.__module__, DynamicLayer.__name__
-    cache = dynamic_cache()
-    cache.layers[:] = [Mine()]
-    assert call(cache, 3, seed=0, tier="triton")[1] == ["rope"]
-
-
-def one_position(query, key, cos, sin):
-    return query, key, cos[:, :1], sin[:, :1]
-
-
-def one_sine(query, key, cos, sin):
-    return query, key, cos, sin[:, :1]
-
-
-def keys_of_another_dtype(query, key, cos, sin):
-    return query, key.float(), cos, sin
-
-
-@pytest.mark.parametrize("change", [one_position, one_sine, keys_of_another_dtype])
-@pytest.mark.parametrize(
-    "make",
-    [lambda: None, dynamic_cache, lambda: DecodeCache([None], capacity=16, limit=32)],
-    ids=["none", "dynamic", "recorded"],
-)
-def test_stock_rotates_other_shapes_and_dtypes(make, change):
-    query, key, value = heads(1, 3, torch.bfloat16, h=H, kv=KV, d=D)
-    query, key, cos, sin = change(query, key, *angles(1, 3, D, torch.bfloat16))
-    expected = apply_rotary_pos_emb(query, key, cos, sin)
-    with options.override(tier="triton"), ops.recording() as routes:
-        arguments = query, key, value, (cos, sin), make(), {}
-        actual = rotate_and_update_cache(Module(), apply_rotary_pos_emb, *arguments)
-    assert not routes
-    for one, other in zip(actual[:2], expected, strict=True):
-        assert torch.equal(one, other)
-
-
-def test_heads_of_another_dim_raise_stocks_error():
-    query, key, value = heads(1, 3, torch.bfloat16, h=H, kv=KV, d=D)
-    with options.override(tier="triton"), pytest.raises(RuntimeError, match="must match the size"):
-        arguments = query, key[..., :4], value, angles(1, 3, D, torch.bfloat16), dynamic_cache(), {}
-        rotate_and_update_cache(Module(), apply_rotary_pos_emb, *arguments)
-
-
-@pytest.mark.parametrize("make", [dynamic_cache, lambda: DecodeCache([None], capacity=16, limit=32)])
-def test_values_of_another_shape_are_appended_by_stock(make):
-    query, key, value = heads(1, 3, torch.bfloat16, h=H, kv=KV, d=D)
-    for other in (value[:, :1], value.repeat(1, 2, 1, 1)):
-        cache = make()
-        with options.override(tier="triton"), ops.recording() as routes:
-            arguments = query, key, other, angles(1, 3, D, torch.bfloat16), cache, {}
-            _, _, values = rotate_and_update_cache(Module(), apply_rotary_pos_emb, *arguments)
-        assert [route.operation for route in routes] == ["rope"] and torch.equal(values, other)
-
-
 @pytest.mark.parametrize("cache", [written_cache, DynamicCache], ids=["static", "dynamic"])
 def test_angles_may_cover_half_of_the_head_dim(cache):
     """gpt-oss's rotary function takes cos and sin that cover half of the head dim."""
@@ -405,21 +238,6 @@ def other_class():
     ids=["dynamic", "another layer", "another update"],
 )
 def test_other_caches_are_updated_by_stock(make):
-    assert [operations for operations, _, _ in run_both(make, 2, 1)] == [["rope"], ["rope"]]
-
-
-def sliding():
-    return DynamicCache(config=MistralConfig(**config().to_dict() | {"sliding_window": 4}))
-
-
-def another_dynamic_layer():
-    cache = dynamic_cache()
-    cache.layers[0] = type("Mine", (DynamicLayer,), {})()
-    return cache
-
-
-@pytest.mark.parametrize("make", [sliding, another_dynamic_layer], ids=["sliding", "another layer"])
-def test_other_dynamic_layers_are_updated_by_stock(make):
     assert [operations for operations, _, _ in run_both(make, 2, 1)] == [["rope"], ["rope"]]
 
 

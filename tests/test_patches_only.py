@@ -41,6 +41,8 @@ ALLOWED = {
     "hf_rocm/ops/registry.py": {"_dynamo_marked_constant"},
     "hf_rocm/overlay/replacements.py": {"_dynamo_marked_constant"},
     "hf_rocm/overlay/bind.py": {"__hf_rocm_binding__"},
+    # a layer of transformers' dynamic cache, whose `lazy_initialization` sets the same attributes
+    "hf_rocm/layers/cached_attention.py": {"is_initialized"},
     # a cache belongs to one call, and stock sets this attribute if it is missing
     "overlays/transformers-4.53/models/gemma3n/modeling_gemma3n.py": {"shared_layers"},
     # copies of a model made by tools, and settings of the model under test, which are restored if the user

@@ -312,7 +312,7 @@ def _version() -> str:
 
 
 def _places(feature: str) -> Iterator[Reference]:
-    """Yield the attributes that hold the parts in this process: functions of modules and methods of classes."""
+    """Yield the attributes that hold the parts in this process: functions and classes of modules, methods of classes."""
     for name in FEATURES[feature]:
         module, _, inner = name.partition(":")
         loaded = sys.modules.get(module)
@@ -321,6 +321,7 @@ def _places(feature: str) -> Iterator[Reference]:
         cls, _, method = inner.partition(".")
         part = vars(loaded).get(cls)
         if inspect.isclass(part):
+            yield Reference(vars(loaded), cls)
             names = [method] if method else _functions(part)
             yield from (Reference(part, key) for key in names if _is_code(inspect.getattr_static(part, key, None)))
         elif callable(part):

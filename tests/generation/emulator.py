@@ -44,6 +44,8 @@ class Operators(TorchDispatchMode):
         self.kept = []
         self.created = []
         self.replays = 0
+        # Whether another recording was replayed after this one.
+        self.overwritten = False
         _recordings.add(self)
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
@@ -69,15 +71,21 @@ class Operators(TorchDispatchMode):
         self.replays += 1
         with torch.no_grad(), _one_at_a_time:
             for other in list(_recordings):
-                for tensor in other.created if other is not self else ():
-                    with torch.inference_mode(tensor.is_inference()):
-                        tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
+                if other is not self and not other.overwritten:
+                    other._overwrite()
+            self.overwritten = False
             for operator, args, kwargs, outputs in self.kept:
                 result = operator(*args, **kwargs)
                 _wait(operator, result)
                 for old, new in zip(outputs, _tensors(result), strict=True):
                     if old.data_ptr() != new.data_ptr():
                         old.copy_(new)
+
+    def _overwrite(self):
+        self.overwritten = True
+        for tensor in self.created:
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.fill_(float("nan") if tensor.is_floating_point() else 1)
 
 
 def _has_memory(tensor):
@@ -98,4 +106,6 @@ def _is_view(operator, inputs, outputs):
 
 
 def _tensors(values):
+    if isinstance(values, torch.Tensor):
+        return [values]
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 import transformers
-from transformers import GenerationMixin
+from transformers import GenerationMixin, cache_utils
 
 import hf_rocm
 from hf_rocm import features
@@ -82,6 +82,25 @@ def test_a_replaced_function_turns_a_feature_off(monkeypatch):
     assert features.refuses("graph_decode") is None
     monkeypatch.undo()
     assert features.refuses("decode_inputs") is None
+
+
+@pytest.mark.parametrize("checked", (True, False), ids=["after", "before"])
+def test_a_class_replaced_after_or_before_the_first_check_turns_a_feature_off(monkeypatch, checked):
+    class Other(cache_utils.DynamicCache):
+        def update(self, *arguments, **options):
+            raise NotImplementedError
+
+    monkeypatch.setattr(features, "_watches", {})
+    if checked:
+        assert features.refuses("dynamic_cache") is None
+    with monkeypatch.context() as replacement:
+        replacement.setattr(cache_utils, "DynamicCache", Other)
+        assert features.refuses("dynamic_cache") == (
+            "a part of transformers that it depends on was replaced: "
+            f"DynamicCache of transformers.cache_utils was replaced by {__name__}"
+        )
+        assert features.refuses("graph_decode") is None
+    assert features.refuses("dynamic_cache") is None
 
 
 def test_the_overlays_work_without_the_feature(text):

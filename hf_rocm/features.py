@@ -312,7 +312,7 @@ def _version() -> str:
 
 
 def _places(feature: str) -> Iterator[Reference]:
-    """Yield the attributes that hold the parts in this process: functions and classes of modules, methods of classes."""
+    """Yield the attributes that hold the parts in this process: functions and classes of modules, and methods."""
     for name in FEATURES[feature]:
         module, _, inner = name.partition(":")
         loaded = sys.modules.get(module)

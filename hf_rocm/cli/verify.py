@@ -110,7 +110,7 @@ def verify(
 
 
 def _loaded(model: str | None, config: str | None, *, dtype: str, device: str | None) -> tuple[Any, Any]:
-    """Return the stock model, and the tokens of a text, or None with --config or if no text can be tokenised."""
+    """Return (stock model, tokens of a text). The tokens are None with --config, or if no text can be tokenised."""
     from hf_rocm.tools.bench.known_shapes import SHAPES as BENCH_SHAPES
     from hf_rocm.tools.load import device_named, load
     from hf_rocm.tools.quality import read, tokenizer_of

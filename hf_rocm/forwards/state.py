@@ -81,7 +81,7 @@ class State:
         self.unpadded: str | None = None
         # Length → the number of kinds of calls that take longer if padded to it.
         self.slower: Counter[int] = Counter()
-        # The snapshots so far; the last one is the current one.
+        # At most `_SNAPSHOTS` snapshots, all with the same weights; the last one is the current one.
         self.snapshots: list[Snapshot] = []
         # snapshot's number → why nothing is recorded in this state.
         self.refused: dict[Hashable, str] = {}
@@ -299,7 +299,7 @@ def refusal(name: str, reason: str) -> GraphError:
     return GraphError(
         f"forwards of {name} can't be recorded, and graphs are required",
         facts={"reason": reason},
-        hint="leave HF_ROCM_GRAPHS unset (or graphs=None) to let them run uncaptured",
+        hint="leave HF_ROCM_GRAPHS unset (or pass graphs=None) to let the forwards run uncaptured",
     )
 
 

@@ -136,7 +136,7 @@ def _invisible(input_ids: Tensor, call: Mapping[str, Any]) -> bool:
         # Streamers may draw random numbers. Before 5.17, a streamer waits for every token anyway.
         return False
     pieces = [*call.get("logits_processor", ()), *call["stopping_criteria"]]
-    # a user's processor may count its calls; those of transformers don't
+    # A user's processors and criteria may count their calls; transformers' own do not.
     return all(type(piece).__module__.split(".")[0] == "transformers" for piece in pieces)
 
 

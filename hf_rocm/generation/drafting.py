@@ -6,8 +6,8 @@ long as the assistant's recorded steps. Here one such call determines which crit
 replay the same steps in a row: each step reads its token where the previous one wrote it, and the host checks the
 criteria for a token while the device already computes the next one.
 
-This applies to greedy decoding with transformers' unchanged generator, if both models are on one device, no logits
-processor acts, and no user code runs between two rounds. All other rounds call `generate`.
+This applies to greedy decoding with transformers' unchanged candidate generator, if both models are on one device, no
+logits processor acts, and no user code runs between two rounds. All other rounds call `generate`.
 """
 
 from __future__ import annotations
@@ -266,7 +266,7 @@ class Drafts:
         return True
 
 
-# After a round, transformers computes the last token of the next round's prompt again.
+# At the beginning of a round, transformers crops the assistant's cache to all but the last two tokens of the prompt.
 _REPEATED = 2
 
 
@@ -289,7 +289,7 @@ class Begun:
         return self.usable and self.place == (start, length) and self.drafts <= count
 
     def resize(self, count: int) -> None:
-        """Make room for exactly this many drafts; fewer were launched."""
+        """Make room for exactly this many drafts, at least as many as were launched."""
         before, (_, length) = self.tokens, self.place
         if before.shape[1] != length + count:
             room = before.new_empty((1, count - self.drafts))

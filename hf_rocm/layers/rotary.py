@@ -1,4 +1,4 @@
-"""Rotary embedding modules: one kernel computes cos and sin of all positions, instead of stock's nine or so."""
+"""Rotary embedding modules: one kernel computes cos and sin of all positions; stock launches about nine."""
 
 from __future__ import annotations
 

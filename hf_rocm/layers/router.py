@@ -1,4 +1,4 @@
-"""Routers of experts: a small GEMM, then one kernel that selects the experts, instead of stock's ten or so."""
+"""Routers of experts: a small GEMM, then one kernel that selects the experts; stock launches about ten kernels."""
 
 from __future__ import annotations
 

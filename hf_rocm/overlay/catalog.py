@@ -156,7 +156,7 @@ def load(root: Path | None = None, *, checked: bool = True) -> Catalog:
     """Load the overlays of the imported hf_rocm: its package data, or a checkout's `overlays/`.
 
     root: load the overlays of this folder instead, unchecked. checked: raise `OverlayError` if the files differ from
-    the ones in hf-rocm's package. Uninstalling and deactivating do not check.
+    the package manager's record of hf-rocm. Uninstalling and deactivating do not check.
     """
     if root is not None:
         return Catalog(root)
@@ -212,7 +212,7 @@ def _directories(root: Path) -> Iterator[Directory]:
 @cache
 def _within(release: str, requires: str) -> bool:
     try:
-        # nightlies and local builds are allowed, because the content, not the version string, decides
+        # nightlies and local builds are allowed, because stock files are matched by content, not by version
         return Version(release) in SpecifierSet(requires, prereleases=True)
     except InvalidVersion:
         return False

@@ -1,7 +1,8 @@
 """A lock file for file systems without locks: a claim that names its writer.
 
 The system does not remove the file when its writer ends, so the claim records the host, the process ID and the start
-time of the process. A claim is ignored if its process on this host has ended, or if it is from another host and old.
+time of the process. A claim from this host is ignored if its process has ended. A claim from another host, or one
+without a start time, is ignored if it is old.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from hf_rocm import files
 from hf_rocm.errors import OverlayError
 
-# Seconds after which a claim from another host is ignored; an installer takes a few seconds.
+# Seconds after which a claim from another host, or without a start time, is ignored; an installer takes a few seconds.
 OLD = 600.0
 
 

@@ -62,9 +62,9 @@ def quantize(
     4-bit floats in blocks of 32 that share a power of two. keep: `cpu` keeps the original weights in host memory, so
     that `restore` can bring them back; None frees them. exclude: names or patterns of layers to skip, such as
     `down_proj` or `model.layers.0.*`. head: also quantise the layer that computes the logits, unless it shares the
-    embedding's weight. force: as in `prepare`. progress: a function that is called with the number of groups that have
-    been quantised and the total. After the call, no parameter requires gradients. The peak memory is that of the
-    original model plus one group.
+    embedding's weight. force: as in `prepare`. progress: a function that is called with the number of groups of layers
+    that have been quantised and the total. After the call, no parameter requires gradients. The peak memory is that of
+    the original model plus one group of layers.
 
     Returns the same model. Raises `OptionError` if an argument is invalid, if the model is already quantised or in
     training mode, if it has no layer that can be quantised, or if the ROCm path is disabled.
@@ -78,7 +78,7 @@ def quantize(
         raise OptionError(
             "this model has no layer that can be quantised",
             facts=dict(list(left.items())[:5]),
-            hint="only nn.Linear layers inside repeated blocks are quantised, and stacked experts in mxfp4",
+            hint="only nn.Linear layers inside repeated blocks and, in mxfp4, stacked experts are quantised",
         )
     before = nbytes(model)
     errors: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """The text of a definition in every release of transformers, and its changes between releases.
 
-As for a digest, the text has no comments, docstrings or function annotations, and its layout is uniform. A body that
-consists only of a docstring is shown as `pass`.
+The text is normalised as for a digest: it has no comments, docstrings or function annotations, and its layout is
+uniform. A body that consists only of a docstring is shown as `pass`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m tests.aiter.record CHECKOUT VERSION
 
 The command reads the sources and does not import aiter. It compares the names, the order and the defaults of arguments.
-Defaults that are not literals are None.
+Defaults that are not literals are compared as None.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests.aiter.recorded import DATA, RELEASES, declared
 
-# The files that define the names of releases.json; the first one that defines a name is used.
+# The files that define the names in releases.json; the first one that defines a name is used.
 FILES = {
     "mha_fwd": ("ops/mha.py",),
     "silu_and_mul": ("ops/activation.py",),

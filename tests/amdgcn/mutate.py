@@ -53,7 +53,7 @@ _ENCODINGS = ("_e32", "_e64", "_dpp", "_sdwa", "_e64_dpp")
 
 @dataclass(frozen=True)
 class Fault:
-    """One change. index: the index of the instruction. kind: the kind of change."""
+    """One change. index: the position of the instruction in the code. kind: a key of `KINDS`."""
 
     index: int
     kind: str

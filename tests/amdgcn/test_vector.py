@@ -1,5 +1,5 @@
-"""Integer and bitwise vector instructions, and comparisons, are compared with the formulas in AMD's ISA documents,
-computed with Python numbers."""
+"""The results of integer, bitwise and comparison instructions on vectors equal the formulas in AMD's ISA documents,
+evaluated with Python numbers."""
 
 from __future__ import annotations
 

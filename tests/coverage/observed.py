@@ -148,7 +148,7 @@ def _support(
             has_norm or "rms_norm" in operations_run,
             "the layer is not replaced, so the sum and the norm are two calls",
         ),
-        "rope": _ran({"rope"}, operations_run, "rotary" in text, "hf_rocm does not serve its rotary embedding"),
+        "rope": _ran({"rope"}, operations_run, "rotary" in text, "`ops.rope` does not serve its kind of rotation"),
         "MoE": _ran(
             {"experts", "shuffled_experts"}, operations_run, has_experts, "hf_rocm does not serve its kind of experts"
         ),

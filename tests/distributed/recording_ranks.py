@@ -224,7 +224,8 @@ def main(checkpoint: str) -> None:
         try:
             check(checkpoint)
             results[check.__name__] = ""
-        except Exception:  # noqa: BLE001  a failed check must not stop the others
+        except Exception:  # noqa: BLE001
+            # A failed check must not stop the others.
             results[check.__name__] = traceback.format_exc()
         if check is not CHECKS[-1]:
             dist.barrier()

@@ -23,7 +23,7 @@ from tests.generation.conftest import Streamer, assistant_of, generate
 from tests.generation.test_speculation import before, repeating
 
 NEW = 40
-CALLS = 8
+CALLS = 6
 
 
 class Drafts:

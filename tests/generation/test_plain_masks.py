@@ -1,4 +1,4 @@
-"""Masks without vmap equal transformers' masks, and only prepared models use them."""
+"""Masks created without vmap equal transformers' masks, and only prepared models use the former."""
 
 from __future__ import annotations
 

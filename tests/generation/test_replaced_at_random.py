@@ -196,4 +196,4 @@ def test_a_prepared_model_equals_stock(recorded_on_cpu):
 @pytest.mark.slow
 @at_the_ends
 def test_a_prepared_model_equals_stock_in_many_runs(recorded_on_cpu):
-    run(60)
+    run(40)

@@ -1,4 +1,4 @@
-"""Changes to functions, lists and settings while token choices are recorded take effect as in stock transformers."""
+"""While token choices are recorded, changes to functions, lists and settings take effect as in stock transformers."""
 
 from __future__ import annotations
 

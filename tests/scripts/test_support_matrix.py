@@ -39,7 +39,7 @@ def test_the_page_has_a_table_per_release_and_every_reason(script: ModuleType) -
     assert "| phi3 | 4.53 | ● | ◐ |" in page and "| siglip | 4.53 | ● | ● | – |" in page
     assert page.index("## transformers 5.23.0") < page.index("## transformers 4.53.3")
     assert "- fused QKV: one of them has no bias: whisper" in page
-    assert "Models that are served by their parts: `llava` by siglip." in page
+    assert "Models that are served by the overlays of their parts: `llava` by siglip." in page
 
 
 def test_a_model_is_served_in_full_only_if_all_three_parts_are_served(script: ModuleType) -> None:

@@ -142,7 +142,7 @@ def text_of(event: dict[str, Any]) -> str:
 def serving(folder: Path, *arguments: str, path: Path | None = None, **environment: str) -> Iterator[Server]:
     """Run `transformers serve` with these arguments.
 
-    folder: where to write the log and the facts. path: the folder of a `site`, or None for the installed transformers.
+    folder: where to write the log and the facts. path: a folder from `site`, or None for the installed transformers.
     """
     folder.mkdir()
     log, facts = folder / "log", folder / "facts.json"

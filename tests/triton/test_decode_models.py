@@ -1,4 +1,4 @@
-"""Whole models with dynamic and static caches: left-padded steps run in the decode kernel and return stock's tokens."""
+"""Whole models with dynamic and static caches: steps of padded rows run in the decode kernel; tokens equal stock."""
 
 from __future__ import annotations
 

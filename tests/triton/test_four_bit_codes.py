@@ -97,7 +97,7 @@ def test_every_value_is_decoded_at_every_position(m, dtype, code):
         code, scale = four_bit.E2M1, torch.full((16, 4), 127, dtype=torch.uint8)
     weight = torch.tensor(CODES[code])[levels].to(dtype)
     columns = torch.randperm(128, generator=torch.Generator().manual_seed(1)).view(-1, m)
-    for places in columns[:16] if suite.gpu() is None else columns:
+    for places in columns[:8] if suite.gpu() is None else columns:
         x = torch.zeros(m, 128, dtype=dtype).scatter_(1, places[:, None], 1)
         output = routed("quantized_linear", x, words, scale, code=code)
         assert torch.equal(output, weight[:, places].T)
@@ -120,7 +120,8 @@ def test_zeros_extremes_and_nan_affect_only_their_row(m):
 @pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32], ids=str)
 @pytest.mark.parametrize(("k", "group"), [(128, 32), (640, 128), (640, 640), (4608, 64)])
 def test_dequantised_weights_equal_the_torch_tier(k, group, dtype, double, code):
-    words, rest = drawn(17, k, group, double=double)
+    # With 4 rows and 72 groups per row, there are more scales than one factor of double quantisation covers.
+    words, rest = drawn(4, k, group, double=double)
     scale, nested = rest["scale"], rest.get("nested")
     output = quantized._dequantized(words, scale, dtype, None, code, *(nested or (None, None)))
     expected = dequantize_groups(words, scale, dtype, None, code, nested)
@@ -152,8 +153,9 @@ def test_scales_may_be_powers_of_two(m, form):
 @pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32], ids=str)
 @pytest.mark.parametrize("k", [128, 640, 4608])
 def test_every_power_of_two_is_a_valid_scale(k, dtype):
-    words, _ = drawn(16, k, 32)
-    scale = (torch.arange(16 * k // 32) % 255).to(torch.uint8).view(16, -1)
+    n = 2 if k == 4608 else 16
+    words, _ = drawn(n, k, 32)
+    scale = (torch.arange(n * k // 32) % 255).to(torch.uint8).view(n, -1)
     output = quantized._dequantized(words, scale, dtype, None, "e2m1", None, None)
     assert_same(output, dequantize_groups(words, scale, dtype, code="e2m1"))
 
@@ -173,7 +175,8 @@ def test_quantized_linear_compiles_into_one_graph():
 @pytest.mark.parametrize("scales", [torch.float32, torch.uint8], ids=str)
 @pytest.mark.parametrize(("name", "rows"), [(quantized.NAME, 1), (quantized.DEQUANTIZE, 0)])
 def test_the_first_use_check_passes(name, rows, scales, code):
-    spec = INT4._replace(group=64, k=256, n=32, rows=rows, scale_dtype=scales, code=code)
+    n = 32 if rows or suite.gpu() is not None else 8
+    spec = INT4._replace(group=64, k=256, n=n, rows=rows, scale_dtype=scales, code=code)
     assert probe_cases.check("quantized_linear", "triton", name, spec) is None
 
 

@@ -1,4 +1,4 @@
-"""A quantised model with few rows in the Triton kernels: norm, gate and residual sum are fused."""
+"""Quantised layers on few rows: the Triton kernels include the norm, the gate and the residual sum."""
 
 from __future__ import annotations
 

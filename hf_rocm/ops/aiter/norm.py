@@ -1,4 +1,4 @@
-"""RMSNorm through aiter's `rms_norm`, and through `rmsnorm` for Gemma's (1 + w) in the releases that have it.
+"""RMSNorm through aiter's `rms_norm`; Gemma's (1 + w) through `rmsnorm`, in the releases whose `rmsnorm` supports it.
 
 The norm of a residual sum is computed by `rmsnorm2d_fwd_with_add`.
 """

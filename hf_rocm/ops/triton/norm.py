@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # A row must fit into the registers of one workgroup.
 WIDEST = 32768
-# A program takes several rows of a LayerNorm only if about this many programs or more remain.
+# A program normalises several rows of a LayerNorm only if the grid still has about this many programs or more.
 PROGRAMS = 256
 
 

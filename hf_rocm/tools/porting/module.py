@@ -1,4 +1,4 @@
-"""A parsed Python file for the rules, with names resolved through its imports and the guards of every statement.
+"""A parsed Python file for the rules, with the guards of every statement and with names resolved through its imports.
 
 The guards of a statement are the words in the conditions that decide whether it runs. These conditions are in the
 `if`s, `while`s and conditional expressions that contain it, even in their `else`; in an earlier `if` of its block that

@@ -36,7 +36,7 @@ def greedy_tokens(subject: Subject, ids: Tensor, *, new: int) -> Check:
     return _judged(subject, TOKENS, actual, expected, prompt.shape[1], "stock's")
 
 
-def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
+def replay_against_uncaptured(subject: Subject, ids: Tensor, *, new: int) -> Check:
     """Compare generation with and without recorded steps. A second call replays the recordings of the first one."""
     if not is_causal_lm(subject):
         return Check(*GRAPHS, NOT_RUN, note="the model generates no text")
@@ -55,7 +55,7 @@ def replay_beside_eager(subject: Subject, ids: Tensor, *, new: int) -> Check:
     numbers = {**check.numbers, "replayed": float(steps)}
     note = f"{steps} steps replayed; {check.note}"
     if not torch.equal(first, second):
-        note = "two calls with the same recordings gave different tokens"
+        note = "two calls with the same recordings returned different tokens"
         return Check(*GRAPHS, FAILED, check.error, check.allowed, numbers, note, check.fault)
     return Check(*GRAPHS, check.status, check.error, check.allowed, numbers, note, check.fault)
 
@@ -100,8 +100,8 @@ def _judged(subject: Subject, name: tuple[str, str], actual: Tensor, expected: T
     # is compared
     worst = (gaps.median() if is_moe(subject) else gaps.max()).item()
     fault = None
+    # The negated comparison is also true if the difference is NaN.
     if not worst <= bound:
-        # The negated comparison is also true if the difference is NaN.
         index = int((~(gaps <= bound)).nonzero()[0])
         words = f"token {int(text[index])} instead of {int(exact[index].argmax())}"
         fault = Fault(f"step {index}", words, float(gaps[index]), bound)

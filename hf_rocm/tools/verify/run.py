@@ -23,7 +23,7 @@ from hf_rocm.tools.verify import golden as gold
 from hf_rocm.tools.verify.cases import FILLED, PADDED, PROMPT, Case, cases
 from hf_rocm.tools.verify.check import NOT_RUN, Check
 from hf_rocm.tools.verify.fingerprint import fingerprint
-from hf_rocm.tools.verify.generate import greedy_tokens, replay_beside_eager
+from hf_rocm.tools.verify.generate import greedy_tokens, replay_against_uncaptured
 from hf_rocm.tools.verify.model_under_test import Subject, device_name, prepare_again
 from hf_rocm.tools.verify.padding import padding_changes_nothing
 from hf_rocm.tools.verify.reference import Run
@@ -86,7 +86,7 @@ def verify(
             progress("greedy tokens")
             session.add(greedy_tokens(subject, ids, new=32 if quick else 200))
             progress("graph replay")
-            session.add(replay_beside_eager(subject, ids, new=16 if quick else 64))
+            session.add(replay_against_uncaptured(subject, ids, new=16 if quick else 64))
             _on_one_row(session, before, quick=quick)
             if save_golden is not None:
                 session.save(Path(save_golden))

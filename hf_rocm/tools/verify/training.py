@@ -25,8 +25,8 @@ NAME, TITLE = "training", "loss and gradients compared with a CPU reference"
 def loss_and_gradients(subject: Subject, ids: Tensor) -> Check:
     """Compare one row's loss and the gradients of all floating-point parameters with stock on the CPU.
 
-    The reference is a copy in host memory that runs in fp32, or in fp64 for an fp32 model. The bound
-    is derived from the error of a second copy, in the model's dtype. The two copies don't exist at the same time.
+    The reference is a copy on the CPU in fp32, or in fp64 for an fp32 model. The bound is derived from the error of a
+    second copy, in the model's dtype. The two copies don't exist at the same time.
     """
     if subject.kind == PAIR or "logits" not in _output_names(subject):
         return Check(NAME, TITLE, NOT_RUN, note="verify has no loss for this type of model")

@@ -1,4 +1,4 @@
-"""Rounds are interleaved, warm-up is not timed, a side that can't run is skipped, and sides share weights."""
+"""Rounds are interleaved, times exclude warm-up rounds, a side that can't run is skipped, and sides share weights."""
 
 from __future__ import annotations
 

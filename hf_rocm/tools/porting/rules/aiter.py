@@ -12,7 +12,7 @@ UNKNOWN = Rule(
     "unknown-aiter-name",
     Severity.PROBLEM,
     "no release of amd-aiter from 0.1.1 to 0.1.20 has this name: using it raises AttributeError, or the code needs the "
-    "unrelated asyncio package that PyPI calls aiter",
+    "unrelated asyncio package that is named aiter on PyPI",
     "see aiter's own modules; hf_rocm.ops calls the right function for the installed release",
 )
 VARIABLE = Rule(

@@ -34,7 +34,7 @@ REPLACES = Rule(
 WRONG_AITER = Rule(
     "wrong-aiter",
     Severity.PROBLEM,
-    "the package that PyPI calls aiter is an unrelated asyncio helper",
+    "the package that is named aiter on PyPI is an unrelated asyncio helper",
     "amd-aiter",
 )
 TORCH = Rule(

@@ -1,6 +1,7 @@
 """ROCm overlay of transformers.models.minimax.modeling_minimax, 4.53 to 4.57.
 
-Served: the layers with full attention, the experts and the norms. Lightning attention, which is linear, stays stock.
+Served: the layers with full attention, the rotary embedding, the experts and the norms. Lightning attention, which is
+linear, stays stock.
 """
 
 try:

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.zamba2.modeling_zamba2, 4.53 and up.
 
-Served: the shared attention layers, their MLPs and the norms. The state-space layers stay stock, and q, k and v
-are not fused where several layers share them.
+Served: the shared attention layers, the rotary embedding, the layers' MLPs and the norms. The state-space layers stay
+stock, and q, k and v are not fused where several layers share them.
 """
 
 try:

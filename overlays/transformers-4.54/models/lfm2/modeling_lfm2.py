@@ -1,6 +1,6 @@
 """ROCm overlay of transformers.models.lfm2.modeling_lfm2, 4.54 and up.
 
-Served: the attention layers, MLPs and norms. The short convolutions stay stock.
+Served: the attention layers, the rotary embedding, MLPs and norms. The short convolutions stay stock.
 """
 
 try:

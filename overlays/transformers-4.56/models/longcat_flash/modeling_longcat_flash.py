@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.longcat_flash.modeling_longcat_flash, 4.57 and up.
 
-Served: the latent attention, the dense MLPs and the norms. The experts stay stock: some of them return their input
-unchanged, which ops.experts does not support.
+Served: the latent attention, the rotary embedding, the dense MLPs and the norms. The experts stay stock: some of them
+return their input unchanged, which ops.experts does not support.
 """
 
 try:

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.qwen3_next.modeling_qwen3_next, 4.57 and up.
 
-Served: the layers with full attention, the experts, the MLPs and the norms; from 5.16 on, also the layers with the
-gated delta rule.
+Served: the layers with full attention, the rotary embedding, the experts, the MLPs and the norms; from 5.16 on, also
+the layers with the gated delta rule.
 """
 
 try:

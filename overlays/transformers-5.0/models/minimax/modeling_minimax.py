@@ -1,6 +1,7 @@
 """ROCm overlay of transformers.models.minimax.modeling_minimax, 5.0 and up.
 
-Served: full attention, the experts and the norms. Lightning attention, which is linear, stays stock.
+Served: full attention, the rotary embedding, the experts and the norms. Lightning attention, which is linear, stays
+stock.
 """
 
 try:

@@ -1,6 +1,7 @@
 """ROCm overlay of transformers.models.olmo_hybrid.modeling_olmo_hybrid, 5.3 and up.
 
-Served: full attention, the MLPs and the norms. The gated delta rule, which is recurrent, stays stock.
+Served: full attention, the rotary embedding, the MLPs and the norms. The gated delta rule, which is recurrent, stays
+stock.
 """
 
 try:

@@ -1,7 +1,7 @@
 """ROCm overlay of transformers.models.gemma4.modeling_gemma4, 5.5 and up.
 
-Served: attention and the MLPs of the text model, and all RMS norms with a weight. The experts and the rest of the audio
-and vision parts stay stock.
+Served: attention, the MLPs and the rotary embedding module of the text model, and all RMS norms with a weight. The
+experts and the rest of the audio and vision parts stay stock.
 """
 
 try:

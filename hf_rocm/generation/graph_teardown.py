@@ -2,7 +2,7 @@
 
 NCCL and RCCL count the graphs that contain their collectives, and destroy a communicator only when none is left. So
 while such recordings exist, every function that destroys a process group first releases the group's recordings, and
-all recordings are released at exit. When no recording is left, PyTorch's own functions are restored.
+all such recordings are released at exit. When none is left, PyTorch's own functions are restored.
 """
 
 from __future__ import annotations

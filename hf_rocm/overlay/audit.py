@@ -83,7 +83,7 @@ class Audit:
                 "places": f"find / -xdev -samefile '{poisoned[0]}'",
             },
             hint="clean the cache (uv cache clean transformers; conda clean --packages), then, in every environment "
-            f"that shares it: uv pip install --reinstall --no-deps transformers=={release}",
+            f"that shares the file: uv pip install --reinstall --no-deps transformers=={release}",
         )
 
     def to_dict(self) -> dict[str, object]:

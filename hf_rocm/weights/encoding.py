@@ -21,7 +21,9 @@ CHUNK = 2**22
 
 
 class QuantizedWeight(nn.Module):
-    """data: [N, …], the encoded numbers; scale: one or several per `per_scale` rows; bias: [N] or None; zeros: the same
+    """A linear layer's weight in an encoding with scales.
+
+    data: [N, …], the encoded numbers; scale: one or several per `per_scale` rows; bias: [N] or None; zeros: the same
     shape as scale, or None; order: [K], the index of the input for every encoded column, or None.
 
     The buffers are not part of a state dict, because the layers save the weights in their original form. A subclass

@@ -65,7 +65,11 @@ BETWEEN = (
         f"tests/generation/test_{name}.py"
         for name in (
             "assistants",
+            "draft_search",
+            "early_drafts",
             "ledger",
+            "lookahead",
+            "queued_steps",
             "replaced",
             "replaced_at_random",
             "sentinel",
@@ -73,6 +77,7 @@ BETWEEN = (
             "speculation",
             "streams",
             "trained",
+            "verification",
         )
     ),
 )
@@ -80,6 +85,7 @@ LEFT_OUT = {
     "4.53.3": (
         *(f"{PROMISES}/test_{name}.py" for name in ("any_order", "at_once", "packages")),
         *(f"tests/overlay/test_{name}.py" for name in ("drafts", "lock", "scripts")),
+        "tests/generation/test_early_drafts.py",
         "tests/weights/test_large.py",
     ),
     "4.57.6": (*BETWEEN, "tests/weights/test_large.py", "tests/weights/test_parallel.py"),

@@ -18,7 +18,7 @@ from tests.triton.test_rope import angles, heads
 
 
 @pytest.mark.parametrize(("length", "operation"), [(4, "rope_into_cache"), (5, "rope")])
-def test_stock_code_writes_a_prompt_that_is_longer_than_the_window(length, operation):
+def test_stock_code_writes_a_prompt_only_if_it_is_longer_than_the_window(length, operation):
     ((operations, actual, stock),) = run_both(lambda: DecodeCache([4], capacity=16, limit=32), length)
     assert operations == [operation]
     (layer,), (expected,) = actual.layers, stock.layers

@@ -32,7 +32,7 @@ class Timing(NamedTuple):
     """The times of one side in one case.
 
     unit: milliseconds per unit (a token or a forward pass). first: milliseconds until the first token. warmup: seconds
-    by which the first run of the case was slower than the median of the timed calls. peak: peak bytes on the device,
+    by which the first run of the case took longer than the median of the timed calls. peak: peak bytes on the device,
     including the weights but not other sides' caches. rounds: milliseconds per unit in each round, in order. note: how
     the side ran, if that is not obvious. replay: milliseconds on the device for a recorded step alone, without
     transformers' work.

@@ -50,7 +50,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Argument:
-    """One kernel argument from the metadata, which may be a hidden one."""
+    """One kernel argument, possibly a hidden one, from the metadata."""
 
     offset: int
     size: int

@@ -34,7 +34,7 @@ def chosen_gate_up(
     TRANSPOSED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WEIGH_INPUT: tl.constexpr,
-    # I and H multiples of the blocks.
+    # Whether I and H are multiples of the blocks.
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -90,7 +90,7 @@ def chosen_down(
     TOP_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     WEIGH_INPUT: tl.constexpr,
-    # H and I multiples of the blocks.
+    # Whether H and I are multiples of the blocks.
     EVEN: tl.constexpr,
     # A divisor of TOP_K.
     BLOCK_E: tl.constexpr,
@@ -133,7 +133,7 @@ def _accumulate(
     sums,  # [..., N, BLOCK_K]
     # Addresses [..., 1, BLOCK_K].
     x,
-    # Addresses, in the shape of sums.
+    # Addresses, with the same shape as sums.
     weight,
     k,
     valid,

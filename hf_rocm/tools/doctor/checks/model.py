@@ -19,7 +19,7 @@ def model(facts: Facts) -> Iterator[Finding]:
     if named is None:
         return
     if named.folder is None:
-        room = f"; {_size(named.free)} is free on its disk" if named.free is not None else ""
+        room = f"; {_size(named.free)} is free on the disk of the Hub's cache" if named.free is not None else ""
         yield ok("model", f"{named.name} is not on this machine yet, so its size is unknown{room}")
         return
     if not named.weights:

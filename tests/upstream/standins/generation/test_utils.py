@@ -2,4 +2,4 @@
 
 
 class GenerationTesterMixin:
-    """Has no tests, because tests/parity compares generation."""
+    """Has no tests, because tests/parity covers generation."""

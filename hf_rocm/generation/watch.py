@@ -118,7 +118,7 @@ def _references(classes: frozenset[type], settings: frozenset[tuple[str, str]]) 
         yield from dependencies.references
         for table in dependencies.registries:
             for key in _chosen(table, settings):
-                yield from table.references(key)
+                yield from table.references(key, cls)
     masks = mask_registry()
     for key in _chosen(masks, settings):
         yield masks.entry(key)

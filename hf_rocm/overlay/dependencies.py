@@ -80,14 +80,17 @@ class Registry(NamedTuple):
     def entry(self, key: str) -> Reference:
         return Reference(self.mapping, key, self.name)
 
-    def references(self, key: str) -> tuple[Reference, ...]:
-        """The dependencies of a call with this key: the entry, and the references of its function."""
+    def references(self, key: str, cls: type | None = None) -> tuple[Reference, ...]:
+        """The dependencies of a call with this key: the entry, and the references of its function.
+
+        cls: the class of the module that the function receives, whose methods it may call.
+        """
         # Without `get_interface`, as in transformers 5.0, `eager` is not looked up.
         if key not in self.keys():
             return self.default
         place = self.entry(key)
         function = place.original()
-        return (place, *(self.default if function is ABSENT else of_function(function).references))
+        return (place, *(self.default if function is ABSENT else of_function(function, cls).references))
 
 
 class Dependencies(NamedTuple):
@@ -112,7 +115,10 @@ def of_call(cls: type) -> tuple[Reference, ...]:
 
 
 def of_function(function: Any, cls: type | None = None) -> Dependencies:
-    """The references of a function and of the functions of the same file that it calls. cls: the class of `self`."""
+    """The references of a function and of the functions of the same file that it calls.
+
+    cls: the class of `self`, or of the module that the function receives.
+    """
     references: dict[tuple[int, str], Reference] = {}
     registries: dict[int, Registry] = {}
     methods: set[str] = set()

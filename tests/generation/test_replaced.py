@@ -17,6 +17,7 @@ from transformers.models.llama import modeling_llama
 
 import hf_rocm
 from hf_rocm import ops
+from hf_rocm.generation.state import known
 from hf_rocm.generation.watch import masks_replaced, watches_of
 from hf_rocm.layers import attention as attention_layer
 from hf_rocm.overlay import bind
@@ -237,8 +238,20 @@ def test_a_replaced_experts_function_is_called(pair):
             continue
         with replaced(moe.ALL_EXPERTS_FUNCTIONS, name, scaled):
             assert torch.equal(generate(prepared), generate(stock))
+
+
+@pytest.mark.skipif(not FIVE, reason="4.x has no experts interface")
+@pytest.mark.parametrize("name", ["grouped_mm", "batched_mm"])
+def test_a_replaced_method_that_an_experts_function_calls_is_called(name, pair):
+    prepared, stock = pair("mixtral", graphs=None)
+    for model in (prepared, stock):
+        model.set_experts_implementation(name)
+    # After these calls, not every replay is compared with the step itself.
+    for _ in range(6):
+        generate(prepared)
     with replaced(type(prepared.model.layers[0].mlp.experts), "_apply_gate", scaled):
         assert torch.equal(generate(prepared), generate(stock))
+    assert known(prepared).disabled is None
 
 
 class Equal:

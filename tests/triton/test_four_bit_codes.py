@@ -115,11 +115,14 @@ def test_zeros_extremes_and_nan_affect_only_their_row(m):
     check(x, words[kept], scale[kept], code="nf4")
 
 
-@every_code
+# every size with one code and dtype, and one size with every code and dtype
+DEQUANTISED = [("nf4", BF16, *sizes) for sizes in ((128, 32), (640, 640), (4608, 64))]
+DEQUANTISED += [(code, dtype, 640, 128) for code in CODES for dtype in (BF16, FP16, torch.float32)]
+
+
 @every_scale
-@pytest.mark.parametrize("dtype", [BF16, FP16, torch.float32], ids=str)
-@pytest.mark.parametrize(("k", "group"), [(128, 32), (640, 128), (640, 640), (4608, 64)])
-def test_dequantised_weights_equal_the_torch_tier(k, group, dtype, double, code):
+@pytest.mark.parametrize(("code", "dtype", "k", "group"), DEQUANTISED)
+def test_dequantised_weights_equal_the_torch_tier(code, dtype, k, group, double):
     # With 4 rows and 72 groups per row, there are more scales than one factor of double quantisation covers.
     words, rest = drawn(4, k, group, double=double)
     scale, nested = rest["scale"], rest.get("nested")

@@ -108,18 +108,19 @@ LEFT_OUT = {
 PROCESSES = ("tests/distributed", "tests/serving")
 WITH_PROCESSES = ("4.57.6", NEWEST)
 
-# Tests of `PROCESSES` that do not depend on transformers, such as those of startup, agreement and shutdown of ranks.
-WITHOUT_TRANSFORMERS = tuple(
-    f"tests/distributed/test_{name}.py"
+# Tests of `PROCESSES` that test hf_rocm's own code, such as startup, agreement and shutdown of ranks, and benchmarks.
+OWN_PROCESSES = tuple(
+    f"tests/{name}.py"
     for name in (
-        "bench_tp",
-        "failures",
-        "launch",
-        "rank_logging",
-        "ranks_agree",
-        "ranks_environment",
-        "ranks_probe",
-        "ranks_workers",
+        "serving/test_bench_serve",
+        "distributed/test_bench_tp",
+        "distributed/test_failures",
+        "distributed/test_launch",
+        "distributed/test_rank_logging",
+        "distributed/test_ranks_agree",
+        "distributed/test_ranks_environment",
+        "distributed/test_ranks_probe",
+        "distributed/test_ranks_workers",
     )
 )
 
@@ -282,7 +283,7 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
             arguments = (*selection, *flags, MODELS, *_ignoring(left_out))
             suites.append(Suite(f"transformers {name}, every model", environment, arguments, may_be_empty=bool(extra)))
         if name in WITH_PROCESSES and not paths:
-            skipped = () if name == NEWEST else WITHOUT_TRANSFORMERS
+            skipped = () if name == NEWEST else OWN_PROCESSES
             arguments = (*selection, *flags, *PROCESSES, *_ignoring(skipped))
             suites.append(
                 Suite(

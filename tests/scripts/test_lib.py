@@ -130,7 +130,7 @@ def test_the_order_lists_existing_suites_and_omitted_paths_exist(lib: SimpleName
     for name in lib.testing.LONGEST:
         assert any(suite.endswith(name) for suite in suites), f"no suite is called {name}"
     left_out = {path for paths in lib.testing.LEFT_OUT.values() for path in paths}
-    assert all((ROOT / path).exists() for path in (*left_out, *lib.testing.WITHOUT_TRANSFORMERS))
+    assert all((ROOT / path).exists() for path in (*left_out, *lib.testing.OWN_PROCESSES))
 
 
 def test_the_types_of_the_package_the_overlays_and_the_scripts_are_checked(

@@ -142,6 +142,8 @@ UPSTREAM = f"{NEWEST}, its own tests"
 # environment with amd-aiter, which has Triton.
 TRITON_TESTS = "tests/triton"
 INTERPRETED = f"{NEWEST}, Triton interpreted"
+# Half of the interpreted cases, because the machine-code suites run other cases of the same tests.
+HALF = ("--machine-code-share", "half")
 
 # Tests of the interpreter of AMD's instructions, with the same Triton. `machine_code` runs the kernels on this
 # interpreter.
@@ -277,7 +279,8 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
         if paths:
             targets = [path for path in paths if _separate_suite(path) == (name if name in SEPARATE else None)]
         if targets:
-            arguments = (*selection, *flags, *targets)
+            share = HALF if name == INTERPRETED and not extra else ()
+            arguments = (*selection, *flags, *share, *targets)
             suites.append(Suite(f"transformers {name}", environment, arguments, may_be_empty=bool(extra)))
         if name not in SEPARATE and not paths:
             arguments = (*selection, *flags, MODELS, *_ignoring(left_out))

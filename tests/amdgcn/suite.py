@@ -42,7 +42,7 @@ HOST = re.compile(
 
 # The number of cases per module for every share. The cases are drawn by architecture and name, and from as many
 # different functions as possible.
-SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 12, "all": None}
+SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 12, "half": 40, "all": None}
 
 # For the smallest share, one case of each of these modules runs: a case of the named function or, if the text contains
 # a bracket, a case whose name starts with the text. Other modules, except LAST, run only in larger shares.
@@ -83,7 +83,12 @@ _record: Record | None = None
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("machine code of AMD GPUs")
     group.addoption("--machine-code", metavar="ARCH", help="execute the machine code of Triton kernels for this GPU")
-    group.addoption("--machine-code-share", choices=list(SHARES), default="all", help="number of cases (default: all)")
+    group.addoption(
+        "--machine-code-share",
+        choices=list(SHARES),
+        default="all",
+        help="number of cases, also of interpreted ones (default: all)",
+    )
     group.addoption(
         "--machine-code-report",
         metavar="FILE",
@@ -145,6 +150,16 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     chosen.sort(key=lambda item: item.path.stem == LAST)
     config.hook.pytest_deselected(items=[item for item in on_triton if item not in chosen])
     items[:] = [item for item in items if item not in on_triton] + chosen
+
+
+def select_interpreted(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect interpreted cases that are not in the share."""
+    count = SHARES[config.getoption("--machine-code-share")]
+    if count is not None:
+        on_triton = [item for item in items if "tests/triton/" in item.path.as_posix()]
+        left_out = set(on_triton).difference(_drawn(on_triton, count))
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
 def finish(config: pytest.Config) -> None:

@@ -34,6 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         suite.select(config, items)
         return
     if INSTALLED and os.environ.get("TRITON_INTERPRET") == "1":
+        suite.select_interpreted(config, items)
         return
     reason = "not run: needs Triton, imported in interpreter mode (scripts/test creates the environment)"
     for item in items:

@@ -137,10 +137,15 @@ def configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: context.__exit__(None, None, None))
 
 
+def kernel_tests(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The tests of Triton kernels among all tests."""
+    return [item for item in items if "tests/triton/" in item.path.as_posix()]
+
+
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect cases that run elsewhere or are not in the share, and move the check of what was executed to the end."""
     count = SHARES[config.getoption("--machine-code-share")]
-    on_triton = [item for item in items if "tests/triton/" in item.path.as_posix()]
+    on_triton = kernel_tests(items)
     chosen = [item for item in on_triton if item.path.stem not in ELSEWHERE]
     if count is not None:
         drawn = [item for item in chosen if item.path.stem not in LONG and not HOST.search(item.name)]
@@ -156,7 +161,7 @@ def select_interpreted(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect interpreted cases that are not in the share."""
     count = SHARES[config.getoption("--machine-code-share")]
     if count is not None:
-        on_triton = [item for item in items if "tests/triton/" in item.path.as_posix()]
+        on_triton = kernel_tests(items)
         left_out = set(on_triton).difference(_drawn(on_triton, count))
         config.hook.pytest_deselected(items=list(left_out))
         items[:] = [item for item in items if item not in left_out]

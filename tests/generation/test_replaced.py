@@ -238,6 +238,8 @@ def test_a_replaced_experts_function_is_called(pair):
             continue
         with replaced(moe.ALL_EXPERTS_FUNCTIONS, name, scaled):
             assert torch.equal(generate(prepared), generate(stock))
+    with replaced(type(prepared.model.layers[0].mlp.experts), "_apply_gate", scaled):
+        assert torch.equal(generate(prepared), generate(stock))
 
 
 @pytest.mark.skipif(not FIVE, reason="4.x has no experts interface")

@@ -37,9 +37,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         suite.select_interpreted(config, items)
         return
     reason = "not run: needs Triton, imported in interpreter mode (scripts/test creates the environment)"
-    for item in items:
-        if "tests/triton/" in item.path.as_posix():
-            item.add_marker(pytest.mark.skip(reason=reason))
+    for item in suite.kernel_tests(items):
+        item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def pytest_runtestloop(session: pytest.Session) -> bool | None:

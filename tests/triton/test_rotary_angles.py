@@ -94,9 +94,9 @@ def test_a_compiled_call_is_one_operator_in_the_graph():
     ("changed", "reason"),
     [
         ({"grad": True}, "gradient"),
-        ({"dtype": torch.float64}, "not torch.float64"),
-        ({"freq_dtype": torch.float64}, "torch.float64"),
-        ({"position_dtype": torch.float32}, "positions of int64 or int32"),
+        ({"dtype": torch.float64}, "got an output of torch.float64"),
+        ({"freq_dtype": torch.float64}, "frequencies of torch.float64"),
+        ({"position_dtype": torch.float32}, "needs int64 or int32 positions, got torch.float32"),
         ({"frequencies": 513}, "513"),
         ({"frequencies": 0}, "got 0"),
     ],

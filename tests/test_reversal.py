@@ -361,7 +361,7 @@ class TestReversal(Reversal.TestCase):
 
 @pytest.mark.slow
 class TestMoreReversals(Reversal.TestCase):
-    settings = settings(max_examples=25, stateful_step_count=20)
+    settings = settings(max_examples=12, stateful_step_count=20)
 
 
 def test_a_compiled_forward_leaves_no_changes():

@@ -64,32 +64,35 @@ OWN = (
         f"tests/generation/test_{name}.py"
         for name in (
             "draft_search",
+            "drafting",
             "early_drafts",
             "lookahead",
+            "loop_rows",
             "queued_steps",
+            "replaced_at_random",
             "sentinel",
+            "soak",
+            "token_choice_replaced",
             "verification",
         )
     ),
 )
 
-# Tests that are not run with some releases; docs/testing.md gives the reasons.
-BETWEEN = (
+# Tests that run with the oldest and the newest release; docs/testing.md gives the reasons, also for the other tests
+# that are not run with some releases.
+OLDEST_AND_NEWEST = (
     *BYTES,
     *OWN,
-    *(
-        f"tests/generation/test_{name}.py"
-        for name in (
-            "assistants",
-            "ledger",
-            "replaced",
-            "replaced_at_random",
-            "soak",
-            "speculation",
-            "streams",
-            "trained",
-        )
-    ),
+    *(f"tests/generation/test_{name}.py" for name in ("assistants", "ledger", "replaced", "speculation", "streams")),
+    "tests/generation/test_trained.py",
+    "tests/tools/verify/test_stock.py",
+    "tests/weights/test_large.py",
+)
+NOT_WITH_EARLY_5 = (
+    *OLDEST_AND_NEWEST,
+    *(f"tests/generation/test_{name}.py" for name in ("beams", "masks", "token_choice", "user_caches")),
+    "tests/forwards",
+    "tests/weights",
 )
 LEFT_OUT = {
     "4.53.3": (
@@ -98,9 +101,9 @@ LEFT_OUT = {
         *(f"tests/overlay/test_{name}.py" for name in ("drafts", "lock", "scripts")),
         "tests/weights/test_large.py",
     ),
-    "4.57.6": (*BETWEEN, "tests/weights/test_large.py", "tests/weights/test_parallel.py"),
-    "5.0.0": (*BETWEEN, "tests/weights", "tests/forwards", "tests/generation/test_user_caches.py"),
-    "5.19.0": (*BETWEEN, "tests/weights", "tests/forwards", "tests/generation/test_user_caches.py"),
+    "4.57.6": (*OLDEST_AND_NEWEST, "tests/weights/test_parallel.py"),
+    "5.0.0": NOT_WITH_EARLY_5,
+    "5.19.0": NOT_WITH_EARLY_5,
 }
 
 # Tests with several processes, such as ranks or servers. They run with the last 4.x and the newest release, also in a
@@ -142,8 +145,8 @@ UPSTREAM = f"{NEWEST}, its own tests"
 # environment with amd-aiter, which has Triton.
 TRITON_TESTS = "tests/triton"
 INTERPRETED = f"{NEWEST}, Triton interpreted"
-# Half of the interpreted cases, because the machine-code suites run other cases of the same tests.
-HALF = ("--machine-code-share", "half")
+# A part of the interpreted cases, because the machine-code suites run other cases of the same tests.
+PART = ("--machine-code-share", "part")
 
 # Tests of the interpreter of AMD's instructions, with the same Triton. `machine_code` runs the kernels on this
 # interpreter.
@@ -190,8 +193,8 @@ Set up the tests' environments in .envs/ and run the tests. Nothing needs to be 
 
 Without options: scripts/check and the quick tests with transformers {NEWEST}.
 With --all: also the slow tests, and the release-dependent tests with transformers {", ".join(RUNNABLE[:-1])}.
-Both also execute the machine code that Triton generates for AMD GPUs: a sample of the cases, or with --all a larger
-sample and a few cases for three related architectures.
+Both also execute the machine code that Triton generates for AMD GPUs: a sample of the cases, and with --all a larger
+sample for two architectures and a few cases for three related ones.
 With --machine-code: all of these cases, and no other tests.
 With --release X -- tests/coverage -k mistral: only these tests, with transformers X."""
 
@@ -254,9 +257,7 @@ def main(arguments: Sequence[str]) -> int:
         heading("tests")
         suites = plan(environments, options.pytest, quick=not options.all)
         if not options.pytest:
-            suites += machine_code.suites(with_aiter, share="large" if options.all else "sample")
-            if options.all:
-                suites += machine_code.suites(with_aiter, share="few", architectures=machine_code.RELATIVES)
+            suites += machine_code.chosen(with_aiter, everything=options.all)
         outcomes += run_all(suites)
     return summarise(outcomes, began, everything=options.all)
 
@@ -279,7 +280,7 @@ def plan(environments: dict[str, Environment], extra: Sequence[str], *, quick: b
         if paths:
             targets = [path for path in paths if _separate_suite(path) == (name if name in SEPARATE else None)]
         if targets:
-            share = HALF if name == INTERPRETED and not extra else ()
+            share = PART if name == INTERPRETED and not extra else ()
             arguments = (*selection, *flags, *share, *targets)
             suites.append(Suite(f"transformers {name}", environment, arguments, may_be_empty=bool(extra)))
         if name not in SEPARATE and not paths:

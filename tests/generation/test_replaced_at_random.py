@@ -190,10 +190,10 @@ def run(examples):
 
 
 def test_a_prepared_model_equals_stock(recorded_on_cpu):
-    run(20)
+    run(8)
 
 
 @pytest.mark.slow
 @at_the_ends
 def test_a_prepared_model_equals_stock_in_many_runs(recorded_on_cpu):
-    run(40)
+    run(15)

@@ -85,7 +85,7 @@ def planned(lib: SimpleNamespace, *, quick: bool) -> dict[str, set[str]]:
     names = [lib.environments.NEWEST, *lib.testing.SEPARATE, *lib.environments.RUNNABLE[-2::-1]]
     files = {}
     for suite in lib.testing.plan(dict.fromkeys(names, environment), [], quick=quick):
-        words = [word for word in suite.arguments if word not in ("-m", "not slow", *lib.testing.HALF)]
+        words = [word for word in suite.arguments if word not in ("-m", "not slow", *lib.testing.PART)]
         ignored = {words[index + 1] for index, word in enumerate(words) if word == "--ignore"}
         paths = [ROOT / word for word in words if word != "--ignore" and word not in ignored]
         assert all((ROOT / word).exists() for word in ignored) and all(index.exists() for index in paths), suite.name

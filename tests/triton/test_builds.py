@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 
 from hf_rocm.ops.triton.builds import ARCHITECTURES, SHARED_MEMORY, Build
-from tests.amdgcn import one
 
+# One architecture with MFMA instructions, and one with WMMA instructions.
+BUILT = ("gfx942", "gfx1201")
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -24,8 +25,8 @@ def build_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-# Other architectures have the same instruction sets.
-@pytest.mark.parametrize("architecture", one.ARCHITECTURES)
+# For the others, the machine-code suites compile the kernels that they execute; scripts/build-kernels builds them all.
+@pytest.mark.parametrize("architecture", BUILT)
 def test_every_kernel_builds(architecture):
     done = build_kernels("--json", "--arch", architecture)
     assert done.stdout, done.stderr

@@ -240,4 +240,4 @@ def _machine(examples: int, steps: int) -> Any:
 
 
 TestAnyOrderBriefly = _machine(4, 15)
-TestAnyOrderAtLength = pytest.mark.slow(_machine(25, 25))
+TestAnyOrderAtLength = pytest.mark.slow(_machine(12, 25))

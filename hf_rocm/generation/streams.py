@@ -7,9 +7,11 @@ tensors to one another, and every thread may have its own current stream.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterable, Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -103,12 +105,17 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 
 def separate_stream(device: torch.device) -> Any:
-    """Return a stream that this function has not returned before, as long as PyTorch has such a stream.
+    """Return a new stream, which no other code uses.
 
-    PyTorch returns the streams of a pool in turn, so a program that creates many of them gets the same one again. If
-    copies used the stream of recordings, a copy in one thread would become part of another thread's recording.
+    PyTorch returns the streams of a pool in turn, so a program that creates many of them gets the same one again. If a
+    thread of the program used the stream of recordings, its kernels would become part of another thread's recording.
+    So the GPU's runtime library creates the stream. If that fails, the stream is one of PyTorch's, and is returned only
+    once as long as PyTorch has enough of them.
     """
     with _handing_out:
+        own = _created(device)
+        if own is not None:
+            return own
         for _ in range(_STREAMS):
             stream = torch.cuda.Stream(device)
             if stream not in _handed_out:
@@ -121,3 +128,27 @@ def separate_stream(device: torch.device) -> Any:
 _STREAMS = 32
 _handed_out: list[Any] = []
 _handing_out = threading.Lock()
+# The flag of a stream that does not wait for the default stream, as for the streams of PyTorch's pool.
+_NON_BLOCKING = 1
+
+
+def _created(device: torch.device) -> Any:
+    """Return a stream that the runtime library has created, and that is never destroyed; None if that fails."""
+    create = getattr(_runtime(), "hipStreamCreateWithFlags" if torch.version.hip else "cudaStreamCreateWithFlags", None)
+    if create is None:
+        return None
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        status = create(ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING))
+    return None if status or not handle.value else torch.cuda.ExternalStream(handle.value, device=device)
+
+
+def _runtime() -> Any:
+    """Return the CUDA or HIP runtime that this process has loaded, or None if it isn't the only one."""
+    name = "libamdhip64.so" if torch.version.hip else "libcudart.so"
+    try:
+        mappings = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = {mapping.split(maxsplit=5)[-1] for mapping in mappings if name in mapping}
+    return ctypes.CDLL(paths.pop()) if len(paths) == 1 else None

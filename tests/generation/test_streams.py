@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,12 +111,42 @@ def test_a_cache_of_the_same_stream_is_preferred(pair, recorded_on_stream):
     assert taken is other and not recorded_on_stream
 
 
-def test_separate_streams_differ(monkeypatch):
-    """PyTorch returns the streams of a device in turn, including those that the user creates."""
+class Runtime:
+    """A runtime library that creates streams with consecutive numbers, unless `status` is the code of an error."""
+
+    def __init__(self, status=0):
+        self.status = status
+        self.created = []
+
+    def cudaStreamCreateWithFlags(self, pointer, flags):
+        self.created.append(flags.value)
+        pointer._obj.value = 100 + len(self.created)
+        return self.status
+
+
+@pytest.fixture
+def fake_streams(monkeypatch):
+    """A pool of four streams, which PyTorch returns in turn."""
     turns = itertools.cycle(range(4))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: (device, next(turns)))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (device, handle))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(streams, "_STREAMS", 4)
     monkeypatch.setattr(streams, "_handed_out", [])
+
+
+def test_separate_streams_are_not_from_pytorchs_pool(fake_streams, monkeypatch):
+    """PyTorch's streams may belong to the program: it returns them in turn."""
+    runtime = Runtime()
+    monkeypatch.setattr(streams, "_runtime", lambda: runtime)
+    assert [streams.separate_stream("cuda:0") for _ in range(2)] == [("cuda:0", 101), ("cuda:0", 102)]
+    # cudaStreamNonBlocking
+    assert runtime.created == [1, 1]
+
+
+@pytest.mark.parametrize("runtime", [None, Runtime(status=2)], ids=["no library", "error"])
+def test_without_the_runtime_library_separate_streams_differ(runtime, fake_streams, monkeypatch):
+    monkeypatch.setattr(streams, "_runtime", lambda: runtime)
     first = streams.separate_stream("cuda:0")
     for _ in range(3):
         torch.cuda.Stream("cuda:0")
@@ -124,3 +156,18 @@ def test_separate_streams_differ(monkeypatch):
     assert streams.separate_stream("cuda:1") == ("cuda:1", 0)
     # All streams are in use, so this call returns one of them again.
     streams.separate_stream("cuda:0")
+
+
+@pytest.mark.parametrize(("hip", "name"), [(None, "libcudart.so.13"), ("7.0", "libamdhip64.so.7")])
+def test_the_runtime_is_the_one_that_the_process_has_loaded(hip, name, monkeypatch, tmp_path):
+    """A second copy of the library would have its own state, so none is opened if there is not exactly one."""
+    line = "7f0000000000-7f0000001000 r-xp 00000000 08:01 77                         /opt/a b/{}/{}\n"
+    maps = [line.format("lib", "libc.so.6"), line.format("lib", name), line.format("lib", name)]
+    monkeypatch.setattr(torch.version, "hip", hip, raising=False)
+    monkeypatch.setattr(streams.ctypes, "CDLL", lambda path: path)
+    monkeypatch.setattr(streams, "Path", lambda path: SimpleNamespace(read_text=lambda: "".join(maps)))
+    assert streams._runtime() == f"/opt/a b/lib/{name}"
+    maps.append(line.format("other", name))
+    assert streams._runtime() is None
+    maps[1:] = []
+    assert streams._runtime() is None

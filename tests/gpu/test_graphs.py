@@ -168,6 +168,34 @@ def test_threads_on_separate_streams_equal_stock_while_another_thread_samples(pa
         assert len(entry) == 3 and all(torch.equal(reference.cpu(), tokens) for tokens in entry)
 
 
+def test_kernels_in_every_stream_of_pytorchs_pool_are_not_part_of_a_recording(pair):
+    """PyTorch returns the streams of its pool in turn, so a program that creates many uses all of them."""
+    prepared, stock = pair()
+    pool = {torch.cuda.Stream() for _ in range(64)}
+    added, ended = dict.fromkeys(pool, 0), threading.Event()
+    sums = {stream: torch.zeros((), dtype=torch.int64, device="cuda") for stream in pool}
+    torch.cuda.synchronize()
+
+    def add():
+        while not ended.is_set():
+            for stream in pool:
+                with torch.cuda.stream(stream):
+                    sums[stream].add_(1)
+                added[stream] += 1
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        results = [generate(prepared, make_inputs(rows=rows)).tolist() for rows in (1, 2, 3, 4)]
+    finally:
+        ended.set()
+        thread.join()
+    torch.cuda.synchronize()
+    assert {stream: int(number) for stream, number in sums.items()} == added
+    assert results == [generate(stock, make_inputs(rows=rows)).tolist() for rows in (1, 2, 3, 4)]
+    assert counted(prepared)[0] >= 4
+
+
 def test_a_step_that_waits_for_the_gpu_is_not_recorded(pair):
     prepared, stock = pair(graphs=None)
 

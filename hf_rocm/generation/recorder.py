@@ -132,7 +132,8 @@ def _shared(device: torch.device) -> _Shared:
         return _devices[device]
 
 
-# One capture at a time. Work of other threads is not part of a capture and can't break it.
+# One capture at a time. Work of other threads is not part of a capture and can't break it, unless it runs in the stream
+# of a process group with collectives in the capture: that stream is from the pool of `torch.cuda.Stream`.
 _one_at_a_time = threading.Lock()
 
 

@@ -11,7 +11,6 @@ import ctypes
 import threading
 from collections.abc import Iterable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,21 +133,28 @@ _NON_BLOCKING = 1
 
 def _created(device: torch.device) -> Any:
     """Return a stream that the runtime library has created, and that is never destroyed; None if that fails."""
-    create = getattr(_runtime(), "hipStreamCreateWithFlags" if torch.version.hip else "cudaStreamCreateWithFlags", None)
+    runtime, prefix = _runtime(), "hip" if torch.version.hip else "cuda"
+    create = getattr(runtime, f"{prefix}StreamCreateWithFlags", None)
     if create is None:
         return None
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         status = create(ctypes.byref(handle), ctypes.c_uint(_NON_BLOCKING))
-    return None if status or not handle.value else torch.cuda.ExternalStream(handle.value, device=device)
+        if status:
+            # Otherwise PyTorch would report the error at its next kernel launch.
+            getattr(runtime, f"{prefix}GetLastError")()
+            return None
+    return torch.cuda.ExternalStream(handle.value, device=device)
 
 
 def _runtime() -> Any:
-    """Return the CUDA or HIP runtime that this process has loaded, or None if it isn't the only one."""
-    name = "libamdhip64.so" if torch.version.hip else "libcudart.so"
+    """Return a library in which the functions of PyTorch's own CUDA or HIP runtime are found, or None.
+
+    A process may have loaded other copies of the runtime, under any name. So a function is looked up in PyTorch's
+    extension module and the libraries that it is linked to.
+    """
+    file = getattr(torch._C, "__file__", None)
     try:
-        mappings = Path("/proc/self/maps").read_text().splitlines()
+        return None if file is None else ctypes.CDLL(file)
     except OSError:
         return None
-    paths = {mapping.split(maxsplit=5)[-1] for mapping in mappings if name in mapping}
-    return ctypes.CDLL(paths.pop()) if len(paths) == 1 else None

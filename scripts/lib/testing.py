@@ -63,6 +63,7 @@ OWN = (
     *(
         f"tests/generation/test_{name}.py"
         for name in (
+            "assistants",
             "draft_search",
             "drafting",
             "early_drafts",
@@ -83,7 +84,7 @@ OWN = (
 OLDEST_AND_NEWEST = (
     *BYTES,
     *OWN,
-    *(f"tests/generation/test_{name}.py" for name in ("assistants", "ledger", "replaced", "speculation", "streams")),
+    *(f"tests/generation/test_{name}.py" for name in ("ledger", "replaced", "speculation", "streams")),
     "tests/generation/test_trained.py",
     "tests/tools/verify/test_stock.py",
     "tests/weights/test_large.py",
@@ -120,8 +121,11 @@ OWN_PROCESSES = tuple(
         "distributed/test_failures",
         "distributed/test_launch",
         "distributed/test_rank_logging",
+        "distributed/test_ranks",
         "distributed/test_ranks_agree",
         "distributed/test_ranks_environment",
+        "distributed/test_ranks_facts",
+        "distributed/test_ranks_heads",
         "distributed/test_ranks_probe",
         "distributed/test_ranks_workers",
     )

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,40 +112,63 @@ def test_a_cache_of_the_same_stream_is_preferred(pair, recorded_on_stream):
 class Runtime:
     """A runtime library that creates streams with consecutive numbers, unless `status` is the code of an error."""
 
-    def __init__(self, status=0):
+    def __init__(self, prefix, status=0):
         self.status = status
-        self.created = []
+        self.calls = []
+        setattr(self, f"{prefix}StreamCreateWithFlags", self.create)
+        setattr(self, f"{prefix}GetLastError", lambda: self.calls.append("last error"))
 
-    def cudaStreamCreateWithFlags(self, pointer, flags):
-        self.created.append(flags.value)
-        pointer._obj.value = 100 + len(self.created)
+    def create(self, pointer, flags):
+        self.calls.append((Device.current, flags.value))
+        pointer._obj.value = 100 + len(self.calls)
         return self.status
 
 
-@pytest.fixture
-def fake_streams(monkeypatch):
-    """A pool of four streams, which PyTorch returns in turn."""
+class Device:
+    """The current device within a block."""
+
+    current = None
+
+    def __init__(self, device):
+        self.device = device
+
+    def __enter__(self):
+        Device.current = self.device
+
+    def __exit__(self, *_):
+        Device.current = None
+
+
+@pytest.fixture(params=[(None, "cuda"), ("7.0", "hip")], ids=["cuda", "hip"])
+def prefix(request, monkeypatch):
+    """PyTorch has a pool of four streams, which it returns in turn. Returns the prefix of the runtime's functions."""
     turns = itertools.cycle(range(4))
+    hip, prefix = request.param
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: (device, next(turns)))
     monkeypatch.setattr(torch.cuda, "ExternalStream", lambda handle, device: (device, handle))
-    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "device", Device)
     monkeypatch.setattr(streams, "_STREAMS", 4)
     monkeypatch.setattr(streams, "_handed_out", [])
+    return prefix
 
 
-def test_separate_streams_are_not_from_pytorchs_pool(fake_streams, monkeypatch):
+def test_separate_streams_are_not_from_pytorchs_pool(prefix, monkeypatch):
     """PyTorch's streams may belong to the program: it returns them in turn."""
-    runtime = Runtime()
+    runtime = Runtime(prefix)
     monkeypatch.setattr(streams, "_runtime", lambda: runtime)
-    assert [streams.separate_stream("cuda:0") for _ in range(2)] == [("cuda:0", 101), ("cuda:0", 102)]
+    assert [streams.separate_stream(f"cuda:{index}") for index in range(2)] == [("cuda:0", 101), ("cuda:1", 102)]
     # cudaStreamNonBlocking
-    assert runtime.created == [1, 1]
+    assert runtime.calls == [("cuda:0", 1), ("cuda:1", 1)]
 
 
-@pytest.mark.parametrize("runtime", [None, Runtime(status=2)], ids=["no library", "error"])
-def test_without_the_runtime_library_separate_streams_differ(runtime, fake_streams, monkeypatch):
+@pytest.mark.parametrize("status", [None, 2], ids=["no function", "error"])
+def test_without_the_runtimes_function_separate_streams_differ(status, prefix, monkeypatch):
+    runtime = None if status is None else Runtime(prefix, status)
     monkeypatch.setattr(streams, "_runtime", lambda: runtime)
     first = streams.separate_stream("cuda:0")
+    # PyTorch would report the error at its next kernel launch.
+    assert runtime is None or runtime.calls == [("cuda:0", 1), "last error"]
     for _ in range(3):
         torch.cuda.Stream("cuda:0")
     assert [first, *(streams.separate_stream("cuda:0") for _ in range(3))] == [
@@ -158,16 +179,11 @@ def test_without_the_runtime_library_separate_streams_differ(runtime, fake_strea
     streams.separate_stream("cuda:0")
 
 
-@pytest.mark.parametrize(("hip", "name"), [(None, "libcudart.so.13"), ("7.0", "libamdhip64.so.7")])
-def test_the_runtime_is_the_one_that_the_process_has_loaded(hip, name, monkeypatch, tmp_path):
-    """A second copy of the library would have its own state, so none is opened if there is not exactly one."""
-    line = "7f0000000000-7f0000001000 r-xp 00000000 08:01 77                         /opt/a b/{}/{}\n"
-    maps = [line.format("lib", "libc.so.6"), line.format("lib", name), line.format("lib", name)]
-    monkeypatch.setattr(torch.version, "hip", hip, raising=False)
-    monkeypatch.setattr(streams.ctypes, "CDLL", lambda path: path)
-    monkeypatch.setattr(streams, "Path", lambda path: SimpleNamespace(read_text=lambda: "".join(maps)))
-    assert streams._runtime() == f"/opt/a b/lib/{name}"
-    maps.append(line.format("other", name))
+def test_functions_are_looked_up_in_the_libraries_of_pytorch(monkeypatch):
+    # libtorch_cpu, to which the extension module is not linked directly, is linked to an OpenMP library.
+    assert streams._runtime().omp_get_max_threads() >= 1
+    assert not hasattr(streams._runtime(), "no_such_function")
+    monkeypatch.setattr(torch._C, "__file__", "/nowhere/_C.so")
     assert streams._runtime() is None
-    maps[1:] = []
+    monkeypatch.delattr(torch._C, "__file__")
     assert streams._runtime() is None

@@ -15,6 +15,7 @@ from hf_rocm.generation import cache_layer, pool
 from hf_rocm.generation.recorded_draw import RecordedDraw
 from hf_rocm.generation.recorded_step import largest
 from hf_rocm.generation.state import known
+from hf_rocm.generation.streams import separate_stream
 from tests.generation.conftest import counted, generate, make, outlives_steps_of_others, prompt
 
 pytestmark = pytest.mark.gpu
@@ -172,6 +173,7 @@ def test_kernels_in_every_stream_of_pytorchs_pool_are_not_part_of_a_recording(pa
     """PyTorch returns the streams of its pool in turn, so a program that creates many uses all of them."""
     prepared, stock = pair()
     pool = {torch.cuda.Stream() for _ in range(64)}
+    assert separate_stream(torch.device("cuda", 0)) not in pool
     added, ended = dict.fromkeys(pool, 0), threading.Event()
     sums = {stream: torch.zeros((), dtype=torch.int64, device="cuda") for stream in pool}
     torch.cuda.synchronize()

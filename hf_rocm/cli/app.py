@@ -74,13 +74,13 @@ def build() -> typer.Typer:
     app = typer.Typer(
         cls=StartPage,
         pretty_exceptions_enable=False,
-        # In plain help nothing is truncated, and rich is not imported for it.
+        # Plain help truncates nothing and does not import rich.
         rich_markup_mode=None,
         subcommand_metavar="COMMAND [ARGUMENTS]",
         # Every command has these options, because contexts inherit them.
         context_settings={"help_option_names": ["-h", "--help"]},
-        help="Makes Hugging Face transformers fast on AMD GPUs (ROCm). On other machines transformers stays "
-        "unchanged, and every change can be undone.",
+        help="Makes Hugging Face transformers fast on AMD GPUs (ROCm). On other machines, models stay stock. "
+        "Every change can be undone.",
     )
     app.callback()(_options)
     for command in COMMANDS:

@@ -1,4 +1,4 @@
-"""Launch the next step that verifies drafts before transformers' loop has prepared it.
+"""Launch the next verifying step before transformers' loop has prepared it.
 
 After a step of prompt lookup, transformers' loop accepts tokens, looks up drafts, and prepares the next step, while the
 device waits. The accepted tokens and the drafts follow from the step's tokens. So the next step is launched before the
@@ -44,7 +44,7 @@ class Launched:
     position: the number of tokens before the step. ids: the N tokens of the step; input_ids: the same tokens on the
     device, [1, N]. accepted: the last step's tokens that the loop is expected to append. candidates: the tensor with
     all tokens and drafts from which the device copied input_ids; if it is not None, ids and accepted are empty. copy:
-    that of the tokens with the largest logits, or None. served: whether the loop has prepared this step.
+    the host's copy of the tokens with the largest logits, or None. served: whether the loop has prepared this step.
     """
 
     step: RecordedStep

@@ -24,7 +24,7 @@ from hf_rocm.overlay.replacements import Watch
 
 
 def replacement(arguments: Mapping[str, Any], tokens: HostTokens | None = None) -> dict[str, Any]:
-    """Return a replacement for the stopping criteria in the arguments of a loop, which stops at the same steps.
+    """Return a replacement for the stopping criteria in a loop's arguments. The loop stops at the same steps.
 
     arguments: the keyword arguments of `_sample` or `_assisted_decoding`. tokens: in assisted decoding, the tokens of
     the call that are known on the host. Returns a dict with the changed argument; empty if the criteria are not
@@ -50,7 +50,7 @@ def of_sampling(arguments: Mapping[str, Any], choice: Choice | None) -> dict[str
 class _Criteria(StoppingCriteriaList):
     """Skips criteria whose result is False. Calls the stock list if criteria other than one `EosTokenCriteria` remain.
 
-    rows: the rows of the sampling loop, if it may handle stand-ins for them.
+    rows: the rows of the sampling loop, if stand-ins may represent them; otherwise None.
     """
 
     _none: Tensor | None = None  # [B] False

@@ -104,7 +104,7 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 
 
 def separate_stream(device: torch.device) -> Any:
-    """Return a new stream, which no other code uses.
+    """Return a new stream, which no other code uses if the runtime library can create it.
 
     PyTorch returns the streams of a pool in turn, so a program that creates many of them gets the same one again. If a
     thread of the program used the stream of recordings, its kernels would become part of another thread's recording.
@@ -127,12 +127,12 @@ def separate_stream(device: torch.device) -> Any:
 _STREAMS = 32
 _handed_out: list[Any] = []
 _handing_out = threading.Lock()
-# The flag of a stream that does not wait for the default stream, as for the streams of PyTorch's pool.
+# The flag of a stream that does not wait for the default stream. The streams of PyTorch's pool have it, too.
 _NON_BLOCKING = 1
 
 
 def _created(device: torch.device) -> Any:
-    """Return a stream that the runtime library has created, and that is never destroyed; None if that fails."""
+    """Return a stream created by the runtime library, which is never destroyed; None if it can't be created."""
     runtime, prefix = _runtime(), "hip" if torch.version.hip else "cuda"
     create = getattr(runtime, f"{prefix}StreamCreateWithFlags", None)
     if create is None:

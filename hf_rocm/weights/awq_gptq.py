@@ -134,7 +134,7 @@ def gptq(config: Mapping[str, Any]) -> StoredFormat:
     if version not in ("gptq", "gptq_v2"):
         raise Unsupported(f"its GPTQ checkpoint_format is {version!r}")
     if config.get("is_marlin_format"):
-        raise Unsupported("its GPTQ weights have marlin's layout")
+        raise Unsupported("its GPTQ weights have Marlin's layout")
     if config.get("dynamic"):
         raise Unsupported("its layers have several schemes (dynamic)")
     return Gptq("GPTQ", _group(config), version == "gptq")

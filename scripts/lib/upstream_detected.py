@@ -22,9 +22,10 @@ _PARITY_TESTS = "tests/coverage/test_forward.py"
 
 
 class Detected(NamedTuple):
-    """One fault in some tests of a model. reached: the number of tests in which the fault changed a call; noticed: the
-    number of these tests that fail.
-    Of transformers' tests, only those that pass with and without overlays are counted.
+    """One fault in some tests of a model.
+
+    reached: the number of tests in which the fault changed a call; noticed: the number of these tests that fail. Of
+    transformers' tests, only those that pass with and without overlays are counted.
     """
 
     fault: str

@@ -37,7 +37,7 @@ def test_every_gemm_of_a_routed_model_runs_in_aiter(backend):
         assert_as_good_as_eager(actual, eager, logits(wide))
         gemms = [route for route in routes if route.operation == "linear"]
         assert {(route.tier, route.name) for route in gemms} == {("aiter", "gemm_a16w16")}
-        # Each layer has two groups, o_proj and down_proj; lm_head is one more GEMM.
+        # Each layer has four GEMMs: the two groups, o_proj, and down_proj. lm_head is one more GEMM.
         assert len(gemms) == 4 * LAYERS + 1
         with options.override(probe=False):
             assert f"routed × {7 * LAYERS + 1}: {backend}" in hf_rocm.explain(model).details()

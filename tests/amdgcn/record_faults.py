@@ -89,7 +89,7 @@ def sections_of(text: str) -> dict[str, str]:
 
 
 def plant(arch: str, seed: int, count: int) -> list[dict[str, Any]]:
-    """Run the cases of `scripts/test --all` with faults. Returns the faults with their outcomes."""
+    """Run the cases of a large sample with faults. Returns the faults with their outcomes."""
     path = REPORTS / f"machine-code-faults-{arch}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)

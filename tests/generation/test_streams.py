@@ -154,11 +154,11 @@ def prefix(request, monkeypatch):
 
 
 def test_separate_streams_are_not_from_pytorchs_pool(prefix, monkeypatch):
-    """PyTorch's streams may belong to the program: it returns them in turn."""
+    """PyTorch returns the streams of its pool in turn, so the program may use any of them, too."""
     runtime = Runtime(prefix)
     monkeypatch.setattr(streams, "_runtime", lambda: runtime)
     assert [streams.separate_stream(f"cuda:{index}") for index in range(2)] == [("cuda:0", 101), ("cuda:1", 102)]
-    # cudaStreamNonBlocking
+    # The flag is cudaStreamNonBlocking.
     assert runtime.calls == [("cuda:0", 1), ("cuda:1", 1)]
 
 

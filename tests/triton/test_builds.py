@@ -25,7 +25,8 @@ def build_kernels(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-# For the others, the machine-code suites compile the kernels that they execute; scripts/build-kernels builds them all.
+# For other architectures, the machine-code suites compile the kernels that they execute, and scripts/build-kernels
+# builds all kernels.
 @pytest.mark.parametrize("architecture", BUILT)
 def test_every_kernel_builds(architecture):
     done = build_kernels("--json", "--arch", architecture)

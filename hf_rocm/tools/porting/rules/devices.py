@@ -18,8 +18,8 @@ CAPABILITY = Rule(
 VERSION = Rule(
     "cuda-version",
     Severity.WARNING,
-    "torch.version.cuda is None on ROCm: the test is false, and comparing it with < or >=, or calling its methods, "
-    "raises an error",
+    "torch.version.cuda is None on ROCm: a test of its truth value is false, and comparing it with < or >=, or calling "
+    "its methods, raises an error",
     "torch.cuda.is_available() for a GPU, torch.version.hip for ROCm and its release",
 )
 NVML = Rule(

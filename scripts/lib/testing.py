@@ -88,11 +88,14 @@ NOT_IN_BETWEEN = (
     "tests/generation/test_trained.py",
     "tests/tools/verify/test_stock.py",
     "tests/weights/test_large.py",
+    "tests/weights/test_parallel.py",
 )
 NOT_WITH_5_0_AND_5_19 = (
     *NOT_IN_BETWEEN,
     *(f"tests/generation/test_{name}.py" for name in ("beams", "masks", "token_choice", "user_caches")),
     "tests/forwards",
+    "tests/layers",
+    "tests/tools/verify",
     "tests/weights",
 )
 LEFT_OUT = {
@@ -100,9 +103,15 @@ LEFT_OUT = {
         *OWN,
         *(f"{PROMISES}/test_{name}.py" for name in ("any_order", "at_once", "packages")),
         *(f"tests/overlay/test_{name}.py" for name in ("drafts", "lock", "scripts")),
+        "tests/tools/verify/test_stock.py",
         "tests/weights/test_large.py",
+        "tests/weights/test_parallel.py",
     ),
-    "4.57.6": (*NOT_IN_BETWEEN, "tests/weights/test_parallel.py"),
+    "4.57.6": (
+        *NOT_IN_BETWEEN,
+        "tests/generation/test_beams.py",
+        "tests/generation/test_token_choice.py",
+    ),
     "5.0.0": NOT_WITH_5_0_AND_5_19,
     "5.19.0": NOT_WITH_5_0_AND_5_19,
 }
@@ -117,6 +126,10 @@ OWN_PROCESSES = tuple(
     f"tests/{name}.py"
     for name in (
         "serving/test_bench_serve",
+        "serving/test_faulty_requests",
+        "serving/test_requests_at_random",
+        "serving/test_sliding_pages",
+        "distributed/test_accelerate_launch",
         "distributed/test_bench_tp",
         "distributed/test_failures",
         "distributed/test_launch",
@@ -198,7 +211,7 @@ Set up the tests' environments in .envs/ and run the tests. Nothing needs to be 
 Without options: scripts/check and the quick tests with transformers {NEWEST}.
 With --all: also the slow tests, and the release-dependent tests with transformers {", ".join(RUNNABLE[:-1])}.
 Both also execute the machine code that Triton generates for AMD GPUs: a sample of the cases, and with --all a larger
-sample for two architectures and a few cases for three related ones.
+sample for gfx942 and a few cases for three related architectures.
 With --machine-code: all of these cases, and no other tests.
 With --release X -- tests/coverage -k mistral: only these tests, with transformers X."""
 

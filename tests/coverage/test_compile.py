@@ -1,7 +1,7 @@
 """With torch.compile, a model becomes one graph with hf_rocm's operations, if stock becomes one graph.
 
-Tracing a model takes seconds, so only about a third of the models are traced, in the newest tested release that has the
-overlay and with one layer of each kind. Eight models with different inputs, masks and caches are traced in every
+Tracing a model takes seconds, so only about a quarter of the models are traced, in the newest tested release that has
+the overlay and with one layer of each kind. Eight models with different inputs, masks and caches are traced in every
 release, with all layers.
 """
 

@@ -15,7 +15,7 @@ from tests.generation.conftest import counted, generate, pair, prompt, recorded_
 from tests.generation.emulator import Operators
 
 # Every model, with its number of padding tokens.
-MODELS = {"llama": 0, "qwen3": 3, "mistral": 3, "gemma2": 0, "gemma3": 3, "gpt_oss": 3}
+MODELS = {"llama": 0, "qwen3": 3, "gemma3": 3, "gpt_oss": 3}
 OPERATIONS = {"rope", "rope_into_cache", "decode_attention", "attention", "attend_into_cache"}
 
 

@@ -151,7 +151,7 @@ def changed(case, where, **values):
         (checkpoints.AWQ[0].config | {"bits": 8}, "8 bits"),
         (checkpoints.AWQ[0].config | {"group_size": 48}, "48"),
         (checkpoints.GPTQ[0].config | {"checkpoint_format": "marlin"}, "marlin"),
-        (checkpoints.GPTQ[0].config | {"is_marlin_format": True}, "marlin"),
+        (checkpoints.GPTQ[0].config | {"is_marlin_format": True}, "Marlin"),
         (checkpoints.GPTQ[0].config | {"dynamic": {"+:.*": {"bits": 8}}}, "dynamic"),
         (checkpoints.GPTQ[0].config | {"bits": 3}, "3 bits"),
         (BLOCKS.config | {"weight_block_size": [1, 32]}, "1 × 32"),

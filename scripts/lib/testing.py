@@ -211,7 +211,7 @@ Set up the tests' environments in .envs/ and run the tests. Nothing needs to be 
 Without options: scripts/check and the quick tests with transformers {NEWEST}.
 With --all: also the slow tests, and the release-dependent tests with transformers {", ".join(RUNNABLE[:-1])}.
 Both also execute the machine code that Triton generates for AMD GPUs: a sample of the cases, and with --all a larger
-sample for gfx942 and a few cases for three related architectures.
+sample for gfx942 and a few cases for two related architectures.
 With --machine-code: all of these cases, and no other tests.
 With --release X -- tests/coverage -k mistral: only these tests, with transformers X."""
 

@@ -14,18 +14,14 @@ from tests.forwards.conftest import counted, reasons, recorder_with
 from tests.forwards.families import FAMILIES, padded_families
 from tests.forwards.soak import CALLS, close, differing, exactly
 from tests.generation import faults
-from tests.releases import RELEASE, TESTED
 
 pytestmark = [pytest.mark.usefixtures("recorded_on_cpu"), pytest.mark.filterwarnings("ignore::UserWarning:peft")]
-
-# Half as many calls run with releases other than the newest, because the code of hf_rocm is the same.
-NUMBER = CALLS if max(TESTED) == RELEASE else CALLS // 2
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_random_calls_equal_stock(name):
     with options.override(pad_tokens=0):
-        models, differences = differing(name, same=exactly, calls=NUMBER)
+        models, differences = differing(name, same=exactly, calls=CALLS)
     assert differences == []
     assert_replayed(models.prepared)
 
@@ -38,7 +34,7 @@ def test_random_lengths_equal_stock(name):
     assert set(known(models.prepared).padded) == {32, 64} and known(models.prepared).unpadded is None
 
 
-def assert_replayed(prepared, calls=NUMBER):
+def assert_replayed(prepared, calls=CALLS):
     recorded, replayed = counted(prepared)
     assert recorded > 4 and replayed > calls // 5, (recorded, replayed, reasons(prepared))
     assert known(prepared).disabled is None and not reasons(prepared)

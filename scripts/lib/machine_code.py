@@ -17,7 +17,7 @@ LARGE = "gfx942"
 KERNELS = "tests/triton"
 
 
-def chosen(environment: Environment, *, everything: bool) -> list[Suite]:
+def default_suites(environment: Environment, *, everything: bool) -> list[Suite]:
     """The suites of `scripts/test`. everything: return those of `scripts/test --all` instead."""
     if not everything:
         return suites(environment, share="sample")

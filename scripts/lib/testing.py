@@ -274,7 +274,7 @@ def main(arguments: Sequence[str]) -> int:
         heading("tests")
         suites = plan(environments, options.pytest, quick=not options.all)
         if not options.pytest:
-            suites += machine_code.chosen(with_aiter, everything=options.all)
+            suites += machine_code.default_suites(with_aiter, everything=options.all)
         outcomes += run_all(suites)
     return summarise(outcomes, began, everything=options.all)
 

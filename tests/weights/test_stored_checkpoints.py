@@ -21,13 +21,12 @@ from hf_rocm.layers.weight_group import SLOT
 from hf_rocm.loading import stored_checkpoints as loading
 from hf_rocm.weights.quantized import REPORT, Quantized, layers
 from hf_rocm.weights.stored_linear import EncodedLinear, StoredLinear
-from tests.releases import RELEASE, TESTED
+from tests.releases import NEWEST
 from tests.tolerance import assert_as_good_as_eager
 from tests.weights import stored_checkpoints as checkpoints
 from tests.weights.models import IDS, LAYERS, logits
 
 LINEARS = 7 * LAYERS
-NEWEST = max(TESTED) == RELEASE
 WEIGHT_ONLY = [case for case in checkpoints.CASES if case.name.endswith(" None") or case in checkpoints.FOUR_BITS]
 # Fewer formats are tested with releases other than the newest.
 CASES, FEW = (checkpoints.CASES, checkpoints.FEW) if NEWEST else (checkpoints.FEW, checkpoints.FEW[::2])

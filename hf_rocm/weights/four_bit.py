@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_rocm.ops.four_bit import GROUPS, INT4, PER_WORD, SCALE, Nested, dequantize_groups, quantize_groups
 from hf_rocm.weights.encoding import QuantizedWeight, encoding
 
+_ALL = slice(None)
 _GROUP_OF = {"int4" if group == max(GROUPS) else f"int4-g{group}": group for group in sorted(GROUPS, reverse=True)}
 
 
@@ -46,10 +47,13 @@ class FourBitWeight(QuantizedWeight):
 
     def nested_of(self, rows: slice) -> Nested | None:
         """The code and factors that decode the scales of these rows, or None."""
-        code, factors = self.nested_code, self.nested_factors
+        # This is faster than attribute access on a module.
+        buffers: Any = self._buffers
+        code, factors = buffers["nested_code"], buffers["nested_factors"]
         if code is None or factors is None:
             return None
-        return Nested(code, factors).of_rows(rows, self.scale.shape[1])
+        nested = Nested(code, factors)
+        return nested if rows == _ALL else nested.of_rows(rows, self.scale.shape[1])
 
     @classmethod
     def format_for(cls, model: nn.Module, kind: str) -> int:

@@ -109,7 +109,9 @@ class QuantizedLinear(PackedLinear, Replacement):
         return result
 
     def _rows(self) -> tuple[int, ...]:
-        alone = self.out_features == len(self.quantized.data)
+        # This is faster than attribute access on a module.
+        data: Any = self._modules["quantized"]._buffers["data"]  # type: ignore[union-attr]
+        alone = self.out_features == data.shape[0]
         return () if alone else (self.start, self.start + self.out_features)
 
     @property

@@ -7,6 +7,7 @@ are estimates.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +20,7 @@ from hf_rocm.ops.eight_bit import BLOCK, FP8, FP8_FNUZ
 from hf_rocm.ops.fakes import like
 from hf_rocm.ops.four_bit import INT4, PER_WORD, SIGNED, kernel_groups, run_length, table_bytes
 from hf_rocm.ops.triton import detect, linear, norm
-from hf_rocm.ops.triton.launch import launch, units, warps
+from hf_rocm.ops.triton.launch import form, launch, units, warps
 from hf_rocm.ops.triton.tiles import ROWS, dequantize_tile, eight_bit_tile, four_bit_tile, reorder_tile
 
 if TYPE_CHECKING:
@@ -247,33 +248,50 @@ def _dequantize(
     nested_code: Tensor | None = None,
     nested_factors: Tensor | None = None,
 ) -> Tensor:
-    from hf_rocm.ops.triton.kernels import dequantize as kernels
-
     out = _plain(weight, scale, dtype)
-    n, k = out.shape
     if out.numel() == 0:
         return out
-    four = weight.dtype == INT4
-    group = k // scale.shape[1] if four else _block(scale)
+    kernel, grid, constants, num_warps = _work(weight.shape, scale.shape, weight.dtype, code, weight.device)
+    tables: tuple[Tensor | None, ...] = ()
+    if weight.dtype == INT4:
+        tables = (zeros, _table(code, torch.float32, weight.device), nested_code, nested_factors)
+    weight, scale, words = weight.contiguous(), scale.contiguous(), weight.shape[1]
+    given = tuple(None if tensor is None else form(tensor) for tensor in tables)
+    launch(
+        kernel,
+        grid,
+        (weight, scale, *tables, out, words),
+        constants,
+        num_warps=num_warps,
+        forms=(form(weight), form(scale), given, form(out), form(words)),
+    )
+    return out
+
+
+@lru_cache(maxsize=4096)
+def _work(
+    shape: torch.Size, scale_shape: torch.Size, format: torch.dtype, code: str | None, device: torch.device
+) -> tuple[Any, tuple[int, int], dict[str, Any], int]:
+    """(kernel, grid, constants, warps) of the launch that dequantises a weight of this shape and format."""
+    from hf_rocm.ops.triton.kernels import dequantize as kernels
+
+    four, n, k = format == INT4, *shape
+    group = BLOCK if len(scale_shape) == 2 else 0
+    constants: dict[str, Any]
+    if four:
+        k *= PER_WORD
+        group = k // scale_shape[1]
     run = run_length(k, group) if four else 0
     size, threads = dequantize_tile(k, run)
-    tables: tuple[Tensor | None, ...] = ()
     if four:
-        tables = (zeros, _table(code, torch.float32, weight.device), nested_code, nested_factors)
         group, step = kernel_groups(k, group)
-        constants = _constants(code, describe(weight.device))
+        constants = _constants(code, describe(device))
         constants |= {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": size}
     else:
         size = max(size, group)
-        constants = {"GROUP": group, "SELECT": _select(describe(weight.device)), "BLOCK": size}
-    launch(
-        kernels.dequantize_four if four else kernels.dequantize_eight,
-        (n, -(-k // (8 * run * size if four else size))),
-        (weight.contiguous(), scale.contiguous(), *tables, out, weight.shape[1]),
-        constants,
-        num_warps=warps(threads, weight.device),
-    )
-    return out
+        constants = {"GROUP": group, "SELECT": _select(describe(device)), "BLOCK": size}
+    kernel = kernels.dequantize_four if four else kernels.dequantize_eight
+    return kernel, (n, -(-k // (8 * run * size if four else size))), constants, warps(threads, device)
 
 
 def _table(code: str | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:

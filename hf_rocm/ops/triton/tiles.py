@@ -138,7 +138,8 @@ def row_block(rows: int, *, rocm: bool) -> int:
 class FourBitTile(NamedTuple):
     """The tile of a GEMM with a 4-bit weight. matrix, n, m: as in `LinearTile`. blocks: the number of blocks of
     eight runs that a program processes at a time. unrolled: whether the loop over the groups of a block, or over its
-    halves, is unrolled. parts: as in `LinearTile`."""
+    halves, is unrolled. parts: as in `LinearTile`. pieces: the number of pieces of a run that are read one after
+    another, without matrix instructions."""
 
     matrix: bool
     n: int
@@ -148,13 +149,14 @@ class FourBitTile(NamedTuple):
     m: int = ROWS
     unrolled: bool = False
     parts: int = 1
+    pieces: int = 1
 
     def constants(self) -> dict[str, int]:
         """The last arguments of the kernel."""
         if self.matrix:
             constants = {"SPLITS": self.blocks, "BLOCK_M": self.m, "BLOCK_N": self.n}
             return {"UNROLLED": self.unrolled, "PARTS": self.parts, **constants}
-        return {"BLOCK_N": self.n, "BLOCKS": self.blocks}
+        return {"PIECES": self.pieces, "BLOCK_N": self.n, "BLOCKS": self.blocks}
 
 
 def four_bit_tile(
@@ -177,6 +179,10 @@ def four_bit_tile(
     """
     narrow = n <= NARROW and not gated
     if rows == 1:
+        if table and scale_bytes == 1 and not rocm:
+            # Scales take many instructions to decode, so a thread processes several pieces of a run with one scale.
+            n, threads, pieces = (8, 64, 4) if gated else (4, 32, 2)
+            return FourBitTile(False, n, max(1, (2 if gated else 8) * threads // run), threads, 2, pieces=pieces)
         threads = 64 if rocm or not gated else 32
         n = 2 if gated and (rocm or table) else 8 if narrow and table and scale_bytes == 4 and not rocm else 4
         return FourBitTile(False, n, max(1, 4 * threads // run), threads, 2)

@@ -69,6 +69,8 @@ def four_bit_vector(
     RUN: tl.constexpr,
     # Whether the GPU converts any byte of a register to a float in one instruction, as AMD's do.
     BYTES: tl.constexpr,
+    # The number of pieces of a run, which are processed one after another with the same scale.
+    PIECES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     # The number of blocks, of 8 runs each, that are loaded at once.
     BLOCKS: tl.constexpr,
@@ -82,54 +84,31 @@ def four_bit_vector(
     # blocks are the first dim, so that the compiler distributes words and x over the threads in the same way
     rows = tl.minimum(n, n_size - 1)[None, :, None].to(tl.int64)
     block = tl.arange(0, BLOCKS)[:, None, None]
-    within = tl.arange(0, RUN)[None, None, :]
+    within = tl.arange(0, RUN // PIECES)[None, None, :]
     x += block * (8 * RUN) + within
     words = weight + rows * k_words + block * RUN + within
     # Scales per row.
     count = k_words // (GROUP // 8) if STEP else 1
     scales = rows * count
     up_offset = n_size.to(tl.int64) * k_words
-    sums = tl.zeros([BLOCKS, BLOCK_N, RUN], tl.float32)
+    sums = tl.zeros([BLOCKS, BLOCK_N, RUN // PIECES], tl.float32)
     if ACTIVATION is not None:
-        ups = tl.zeros([BLOCKS, BLOCK_N, RUN], tl.float32)
+        ups = tl.zeros([BLOCKS, BLOCK_N, RUN // PIECES], tl.float32)
     low, low_end = load_table(table, 0)
     high, high_end = load_table(table, 1)
     for k in tl.range(0, 8 * k_words, BLOCKS * 8 * RUN):
         start = k + block * (8 * RUN)
         inside = start < 8 * k_words
-        first = read_once(words + k // 8, inside, EVEN)
         groups = scales + start // GROUP * STEP
-        sums = _vector(
-            sums,
-            first,
-            x + k,
-            scale,
-            zeros,
-            table,
-            low,
-            low_end,
-            high,
-            high_end,
-            nested_code,
-            nested_factors,
-            groups,
-            pattern,
-            inside,
-            SIGNED,
-            SELECT,
-            EVEN,
-            GROUP,
-            STEP,
-            RUN,
-            BYTES,
-        )
-        if ACTIVATION is not None:
-            second = read_once(words + up_offset + k // 8, inside, EVEN)
-            groups += n_size.to(tl.int64) * count
-            ups = _vector(
-                ups,
-                second,
-                x + k,
+        # The scales of a run are loaded and decoded once for all of its pieces.
+        for number in tl.static_range(PIECES):
+            at = k // 8 + number * (RUN // PIECES)
+            values = x + k + number * (RUN // PIECES)
+            first = read_once(words + at, inside, EVEN)
+            sums = _vector(
+                sums,
+                first,
+                values,
                 scale,
                 zeros,
                 table,
@@ -150,6 +129,32 @@ def four_bit_vector(
                 RUN,
                 BYTES,
             )
+            if ACTIVATION is not None:
+                second = read_once(words + up_offset + at, inside, EVEN)
+                ups = _vector(
+                    ups,
+                    second,
+                    values,
+                    scale,
+                    zeros,
+                    table,
+                    low,
+                    low_end,
+                    high,
+                    high_end,
+                    nested_code,
+                    nested_factors,
+                    groups + n_size.to(tl.int64) * count,
+                    pattern,
+                    inside,
+                    SIGNED,
+                    SELECT,
+                    EVEN,
+                    GROUP,
+                    STEP,
+                    RUN,
+                    BYTES,
+                )
     sums = tl.sum(tl.sum(sums, 2), 0)[None, :]
     if ACTIVATION is not None:
         ups = tl.sum(tl.sum(ups, 2), 0)[None, :]
@@ -183,7 +188,7 @@ def _vector(
     RUN: tl.constexpr,
     BYTES: tl.constexpr,
 ):
-    """Add the products of the numbers in words [BLOCKS, N, RUN] and x to sums of the same shape."""
+    """Add the products of the numbers in words [BLOCKS, N, RUN / pieces] and x to sums of the same shape."""
     # The number of runs that share a scale.
     RUNS: tl.constexpr = GROUP // RUN if GROUP < 8 * RUN else 8
     COUNT: tl.constexpr = 8 // RUNS if STEP else 1

@@ -290,7 +290,7 @@ _operation.register(
         "triton",
         triton.DEQUANTIZE,
         triton.dequantize_refuses,
-        one_by_one(triton.dequantized_linear, reorder=triton.reorder),
+        one_by_one(triton.dequantized_linear, reorder=None),
         triton_detect.checked("quantized_linear", triton.DEQUANTIZE),
     )
 )

@@ -27,14 +27,17 @@ def one_by_one(
     multiply: Callable[[QuantizedCall], Tensor],
     norm: Callable[..., Tensor] = rms_norm,
     gate: Callable[..., Tensor] = act_and_mul,
-    reorder: Callable[[Tensor, Tensor], Tensor] = _reorder,
+    reorder: Callable[[Tensor, Tensor], Tensor] | None = _reorder,
 ) -> Callable[[QuantizedCall], Tensor]:
-    """Return a function that applies the parts of a call, of which `multiply` computes the GEMM, one after another."""
+    """Return a function that applies the parts of a call, of which `multiply` computes the GEMM, one after another.
+
+    reorder: reorders the columns of x; None: multiply does so.
+    """
 
     def quantized_linear(call: QuantizedCall) -> Tensor:
         if call.norm_weight is not None:
             call = call._replace(x=norm(call.x, call.norm_weight, eps=call.eps, one_plus=call.one_plus))
-        if call.order is not None:
+        if call.order is not None and reorder is not None:
             call = call._replace(x=reorder(call.x, call.order))
         output = multiply(call)
         if call.activation is not None:

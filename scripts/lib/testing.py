@@ -103,14 +103,15 @@ LEFT_OUT = {
         *OWN,
         *(f"{PROMISES}/test_{name}.py" for name in ("any_order", "at_once", "packages")),
         *(f"tests/overlay/test_{name}.py" for name in ("drafts", "lock", "scripts")),
+        "tests/generation/test_speculation.py",
         "tests/tools/verify/test_stock.py",
         "tests/weights/test_large.py",
         "tests/weights/test_parallel.py",
     ),
     "4.57.6": (
         *NOT_IN_BETWEEN,
-        "tests/generation/test_beams.py",
-        "tests/generation/test_token_choice.py",
+        *(f"tests/generation/test_{name}.py" for name in ("beams", "token_choice", "user_caches")),
+        "tests/tools/verify",
     ),
     "5.0.0": NOT_WITH_5_0_AND_5_19,
     "5.19.0": NOT_WITH_5_0_AND_5_19,
@@ -121,13 +122,16 @@ LEFT_OUT = {
 PROCESSES = ("tests/distributed", "tests/serving")
 WITH_PROCESSES = ("4.57.6", NEWEST)
 
-# Tests of `PROCESSES` that test hf_rocm's own code, such as startup, agreement and shutdown of ranks, and benchmarks.
+# Tests of `PROCESSES` that run only with the newest release. Most of them test hf_rocm's own code, such as startup,
+# agreement and shutdown of ranks, servers, and benchmarks.
 OWN_PROCESSES = tuple(
     f"tests/{name}.py"
     for name in (
         "serving/test_bench_serve",
         "serving/test_faulty_requests",
         "serving/test_requests_at_random",
+        "serving/test_server",
+        "serving/test_server_calls",
         "serving/test_sliding_pages",
         "distributed/test_accelerate_launch",
         "distributed/test_bench_tp",
@@ -141,6 +145,7 @@ OWN_PROCESSES = tuple(
         "distributed/test_ranks_heads",
         "distributed/test_ranks_probe",
         "distributed/test_ranks_workers",
+        "distributed/test_training",
     )
 )
 

@@ -42,7 +42,7 @@ HOST = re.compile(
 
 # The number of cases per module for every share. The cases are drawn by architecture and name, and from as many
 # different functions as possible.
-SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 9, "part": 16, "all": None}
+SHARES: Mapping[str, int | None] = {"few": 1, "sample": 3, "large": 6, "part": 12, "all": None}
 
 # For the smallest share, one case of each of these modules runs: a case of the named function or, if the text contains
 # a bracket, a case whose name starts with the text. Other modules, except LAST, run only in larger shares.

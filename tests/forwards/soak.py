@@ -21,7 +21,7 @@ from tests.forwards.conftest import equal, tensors
 from tests.forwards.families import make, random_call, random_kind
 from tests.releases import NEWEST
 
-CALLS = 200
+CALLS = 120
 # Number of consecutive calls whose shapes and flags are chosen from the same one or two kinds.
 KINDS = 40
 MODES = (torch.no_grad, torch.inference_mode)

@@ -13,6 +13,7 @@ from hf_rocm.ops import four_bit, probe_cases
 from hf_rocm.ops import quantized as operation
 from hf_rocm.ops.four_bit import CODES, Nested, dequantize_groups
 from hf_rocm.ops.triton import quantized
+from hf_rocm.ops.triton.tiles import four_bit_tile
 from tests.amdgcn import suite
 from tests.triton.routed import compiled_once, here, random, routed
 from tests.triton.test_dequantize import assert_same
@@ -48,6 +49,23 @@ def test_every_class_of_rows(m, double, code):
     # With K = 2560, the loop takes several iterations.
     for k in (512,) if suite.gpu() is None else (512, 2560):
         check_gemm(random(m, k, dtype=BF16), 67, k, 64, code, double=double)
+
+
+@every_scale
+@pytest.mark.parametrize("pieces", [1, 2, 4])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_a_run_is_processed_in_pieces(monkeypatch, activation, pieces, double):
+    tile = quantized.four_bit_tile
+    monkeypatch.setattr(quantized, "four_bit_tile", lambda *args, **terms: tile(*args, **terms)._replace(pieces=pieces))
+    check_gemm(random(1, 640, dtype=BF16), 38, 640, 64, "nf4", double=double, activation=activation)
+
+
+def test_runs_whose_scales_take_long_to_decode_are_processed_in_pieces():
+    for nested, gated, pieces in ((True, False, 2), (True, True, 4), (False, False, 2), (False, True, 4)):
+        terms: dict[str, Any] = {"table": True, "nested": nested}
+        assert four_bit_tile(1, 4096, gated, 32, scale_bytes=1, **terms).pieces == pieces
+        assert four_bit_tile(1, 4096, gated, 32, scale_bytes=1, rocm=True, **terms).pieces == 1
+    assert four_bit_tile(1, 4096, False, 32, table=True, scale_bytes=4).pieces == 1
 
 
 # The sizes result in runs of 64, 32 and 16, partial iterations of the loop, groups longer than a block of runs, and one

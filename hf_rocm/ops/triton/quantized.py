@@ -165,7 +165,8 @@ def _forward(
         run = run_length(k, group)
         target: dict[str, Any] = {"rocm": device.rocm, "arch": device.arch, "units": units(x.device)}
         coded = code is not None
-        tile = four_bit_tile(m, n, gated, run, table=coded, scale_bytes=scale.element_size(), **target)
+        scales: dict[str, Any] = {"scale_bytes": scale.element_size(), "nested": nested_code is not None}
+        tile = four_bit_tile(m, n, gated, run, table=coded, **scales, **target)
         kernel = four_bit_matrix.four_bit_rows if tile.matrix else four_bit.four_bit_vector
         # without matrix instructions, fp16 numbers are converted to fp32 before they are multiplied
         numbers = _table(code, x.dtype if tile.matrix else torch.float16, x.device)
@@ -222,9 +223,11 @@ def _reorder(x: Tensor, order: Tensor) -> Tensor:
     if m:
         from hf_rocm.ops.triton.kernels.reorder import reorder_kernel
 
+        x = x.contiguous()
         block, threads = reorder_tile(m)
-        grid, arguments = (m, -(-k // block)), (x.contiguous(), order, out, k)
-        launch(reorder_kernel, grid, arguments, {"BLOCK": block}, num_warps=warps(threads, x.device))
+        forms = form(x), form(order), form(out), form(k)
+        grid, num_warps = (m, -(-k // block)), warps(threads, x.device)
+        launch(reorder_kernel, grid, (x, order, out, k), {"BLOCK": block}, num_warps=num_warps, forms=forms)
     return out
 
 
@@ -233,8 +236,10 @@ reorder = opaque("triton_reorder(Tensor x, Tensor order) -> Tensor", _reorder, l
 
 
 def dequantized_linear(call: QuantizedCall) -> Tensor:
-    """The GEMM and the bias of `hf_rocm.ops.quantized_linear`."""
+    """The GEMM and the bias of `hf_rocm.ops.quantized_linear`, with the columns of x in the order of the weight."""
     x, bias = call.x, call.bias
+    if call.order is not None:
+        x = reorder(x, call.order)
     weight = _dequantized(call.weight, call.scale, x.dtype, call.zeros, call.code, *(call.nested or (None, None)))
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
 

@@ -167,21 +167,23 @@ def four_bit_tile(
     *,
     table: bool = False,
     scale_bytes: int = 2,
+    nested: bool = False,
     rocm: bool = False,
     arch: str | None = None,
     units: int = 0,
 ) -> FourBitTile:
     """The tile for a 4-bit weight in runs of this length. It was measured or estimated like the tile for 8 bits.
 
-    table: whether the numbers are looked up in a table. scale_bytes: the size of a stored scale. Without matrix
-    instructions, a thread reads four words of every row, and four values of x for every run, at a time. On an H200, a
-    tile of 64 rows of x in runs of 64 fills the shared memory of an SM; of the others, two fit.
+    table: whether the numbers are looked up in a table. scale_bytes: the size of a stored scale. nested: whether scales
+    are looked up in a table too. Without matrix instructions, a thread reads four words of every row, and four values
+    of x for every run, at a time. On an H200, a tile of 64 rows of x in runs of 64 fills the shared memory of an SM; of
+    the others, two fit.
     """
     narrow = n <= NARROW and not gated
     if rows == 1:
         if table and scale_bytes == 1 and not rocm:
             # Scales take many instructions to decode, so a thread processes several pieces of a run with one scale.
-            n, threads, pieces = (8, 64, 4) if gated else (4, 32, 2)
+            n, threads, pieces = (8, 64, 4) if gated else (4 if nested else 2, 32, 2)
             return FourBitTile(False, n, max(1, (2 if gated else 8) * threads // run), threads, 2, pieces=pieces)
         threads = 64 if rocm or not gated else 32
         n = 2 if gated and (rocm or table) else 8 if narrow and table and scale_bytes == 4 and not rocm else 4

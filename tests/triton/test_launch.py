@@ -12,7 +12,7 @@ from hf_rocm import options
 from hf_rocm.device import Device
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton import launch as launching
-from hf_rocm.ops.triton.launch import alike, form, lanes, launch, power_of_two, warps
+from hf_rocm.ops.triton.launch import form, forms_of, lanes, launch, power_of_two, warps
 
 
 class Kernel:
@@ -111,13 +111,12 @@ def test_rounding_can_be_preserved(kernel):
     ]
 
 
-def test_aligned_tensors_of_one_dtype_share_a_key(monkeypatch):
+def test_the_key_of_aligned_tensors_consists_of_their_dtypes(monkeypatch):
     x, odd = torch.zeros(16), torch.zeros(17)[1:]
-    assert alike(x, x) == torch.float32
-    assert alike(x, odd) == (form(x), form(odd)) != (form(x), form(x))
-    assert alike(x, x.half()) == (form(x), form(x.half()))
+    assert forms_of(x, None, x.half()) == (torch.float32, None, torch.float16)
+    assert forms_of(x, odd, None) == (form(x), form(odd), form(None)) != (form(x), form(x), form(None))
     monkeypatch.setattr(launching, "is_rocm", lambda: True)
-    assert alike(x, x) == (form(x), form(x))
+    assert forms_of(x, x) == (form(x), form(x))
 
 
 @pytest.mark.parametrize(("constants", "num_warps"), [({"DIM": 2}, 4), ({"DIM": 1}, 8)])

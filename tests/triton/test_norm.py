@@ -182,7 +182,7 @@ def test_more_rows_than_an_int32_can_count_are_supported():
     fused = random(4, 3, 16, dtype=torch.bfloat16)
     x, weight, out = fused[:, :2], random(16, dtype=torch.bfloat16, seed=1), torch.empty(8, 16, dtype=torch.bfloat16)
     sizes = {"DIM": 16, "ONE_PLUS": False, "ROWS": 4, "BLOCK": 16}
-    rms_norm_kernel[(2,)](x, None, weight, out, None, 2**31 + 3, 48, 2, 16, 1e-6, None, 0.0, **sizes, num_warps=1)
+    rms_norm_kernel[(2,)](x, None, weight, out, None, 2**31 + 3, 48, 2, 16, 1e-6, None, 0.0, None, **sizes, num_warps=1)
     assert torch.equal(out.view(4, 2, 16), routed("rms_norm", x, weight, eps=1e-6))
 
 

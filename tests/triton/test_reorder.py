@@ -59,6 +59,17 @@ def test_columns_of_x_are_reordered_after_the_norm(m, form):
             assert torch.equal(ops.quantized_linear(x, *arguments, norm=norm, order=stored, **kwargs), expected)
 
 
+def test_the_kernel_of_the_norm_reorders_few_rows(monkeypatch):
+    x, weight = random(3, 256, dtype=BF16), random(32, 256, dtype=BF16, seed=1)
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(2)).int()
+    norm, data = ops.Norm(random(256, dtype=BF16, seed=3), 1e-5, False), quantize_groups(weight, 64)
+    with options.override(tier="triton"):
+        normed = ops.rms_norm(x, norm.weight, eps=norm.eps)
+        expected = ops.quantized_linear(normed, *data, order=order)
+        monkeypatch.setattr(quantized, "_reorder", None)
+        assert torch.equal(ops.quantized_linear(x, *data, norm=norm, order=order), expected)
+
+
 @pytest.mark.parametrize(("name", "rows"), [(quantized.NAME, 1), (quantized.DEQUANTIZE, 0)])
 def test_the_first_use_check_passes(name, rows):
     spec = SPEC._replace(format=INT4, group=64, k=256, n=32, rows=rows, order=True)

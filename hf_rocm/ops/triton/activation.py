@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.fakes import half, like
 from hf_rocm.ops.triton import detect
-from hf_rocm.ops.triton.launch import alike, form, launch, power_of_two, warps
+from hf_rocm.ops.triton.launch import form, forms_of, launch, power_of_two, warps
 from hf_rocm.ops.triton.norm import DTYPES
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def _forward(x: Tensor, activation: str, interleaved: bool, limit: float, alpha:
             (matrix, out, matrix.stride(0), float(limit), float(alpha)),
             {"DIM": dim, "ACTIVATION": activation, "INTERLEAVED": interleaved, "BLOCK": block},
             num_warps=warps(threads, x.device),
-            forms=(alike(matrix, out), matrix.stride(0)),
+            forms=(forms_of(matrix, out), matrix.stride(0)),
         )
     return out
 
@@ -78,7 +78,7 @@ def _act_forward(x: Tensor, activation: str) -> Tensor:
             (x, out, size),
             {"ACTIVATION": activation, "BLOCK": block},
             num_warps=warps(threads, x.device),
-            forms=(alike(x, out), form(size)),
+            forms=(forms_of(x, out), form(size)),
         )
     return out
 

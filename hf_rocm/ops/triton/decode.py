@@ -15,7 +15,7 @@ from hf_rocm.errors import OptionError
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.fakes import attended
 from hf_rocm.ops.triton import detect
-from hf_rocm.ops.triton.launch import dense, form, launch, power_of_two, units
+from hf_rocm.ops.triton.launch import dense, form, forms_of, launch, power_of_two, units
 from hf_rocm.ops.triton.norm import DTYPES
 from hf_rocm.ops.triton.rope import Norms
 from hf_rocm.ops.triton.tiles import plan
@@ -186,11 +186,7 @@ def forward(
         # With new keys, products are rounded before they are added, as in `rope_kernel`.
         contract=new is None,
         forms=(
-            form(query),
-            form(key),
-            form(value),
-            form(parts),
-            *[tensor is not None and form(tensor) for tensor in further],
+            forms_of(query, key, value, parts, *further),
             new is not None and tuple(map(form, (*tensors, *new_strides))),
             softcap is None,
             queries,

@@ -90,15 +90,16 @@ def _driver() -> Any:
     return driver.active
 
 
-def alike(*tensors: Tensor) -> Any:
-    """`form` of several tensors at once, with a fast path for aligned tensors of one dtype without ROCm."""
-    addresses, dtype, same = 0, tensors[0].dtype, not is_rocm()
+def forms_of(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """`form` of several tensors or None at once. Without ROCm, the dtypes alone if all tensors are aligned."""
+    addresses, dtypes = 0, []
     for tensor in tensors:
-        addresses |= tensor.data_ptr()
-        same = same and tensor.dtype == dtype
-    if same and addresses % 16 == 0:
-        return dtype
-    return tuple(map(form, tensors))
+        if tensor is None:
+            dtypes.append(None)
+        else:
+            addresses |= tensor.data_ptr()
+            dtypes.append(tensor.dtype)
+    return tuple(map(form, tensors)) if addresses % 16 or is_rocm() else tuple(dtypes)
 
 
 def form(value: Any) -> Any:

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.fakes import like, two_like
 from hf_rocm.ops.triton import detect
-from hf_rocm.ops.triton.launch import alike, form, launch, power_of_two, warps
+from hf_rocm.ops.triton.launch import form, forms_of, launch, power_of_two, warps
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
@@ -86,14 +86,19 @@ def tile(rows: int, dim: int) -> tuple[int, int, int]:
     return block_rows, block, min(1024, max(64, block_rows * block // 16))
 
 
-def _forward(x: Tensor, weight: Tensor, eps: float, one_plus: bool) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, eps: float, one_plus: bool, order: Tensor | None = None) -> Tensor:
     out = like(x)
     if out.numel():
         strides = _two_strides(x)
         if strides is None:
             x, strides = x.contiguous(), (x.shape[-1], 1, 0)
-        _launch(x, None, weight, out, None, strides, eps, one_plus)
+        _launch(x, None, weight, out, None, strides, eps, one_plus, order=order)
     return out
+
+
+def reordered_rms_norm(x: Tensor, weight: Tensor, eps: float, one_plus: bool, order: Tensor) -> Tensor:
+    """rms_norm(x)[..., order] in one kernel. Can't be traced."""
+    return _forward(x, weight, eps, one_plus, order)
 
 
 def _add_forward(x: Tensor, residual: Tensor, weight: Tensor, eps: float, one_plus: bool) -> tuple[Tensor, Tensor]:
@@ -144,7 +149,7 @@ def _layer_forward(
             (*tensors, rows, float(eps)),
             {"DIM": dim, "ROWS": block_rows, "BLOCK": block},
             num_warps=warps(threads, x.device),
-            forms=(alike(*(tensor for tensor in tensors if tensor is not None)), bias is None, keep_sum, form(rows)),
+            forms=(*forms_of(*tensors), form(rows)),
         )
     return out, total
 
@@ -166,6 +171,7 @@ def _launch(
     one_plus: bool,
     before: Tensor | None = None,
     before_eps: float = 0.0,
+    order: Tensor | None = None,
 ) -> None:
     from hf_rocm.ops.triton.kernels.norm import rms_norm_kernel
 
@@ -174,15 +180,15 @@ def _launch(
     block_rows, block, threads = tile(rows, dim)
     weights = tuple(None if one is None else one.contiguous() for one in (weight, before))
     tensors = x, residual, weights[0], None if weight is None else out, total, weights[1]
-    given = tuple(tensor is not None for tensor in tensors)
-    dtypes = tuple(None if one is None else one.dtype for one in weights)
+    if order is not None:
+        order = order.contiguous()
     launch(
         rms_norm_kernel,
         (-(-rows // block_rows),),
-        (*tensors[:5], rows, *strides, float(eps), weights[1], float(before_eps)),
+        (*tensors[:5], rows, *strides, float(eps), weights[1], float(before_eps), order),
         {"DIM": dim, "ONE_PLUS": one_plus, "ROWS": block_rows, "BLOCK": block},
         num_warps=warps(threads, x.device),
-        forms=(alike(*(tensor for tensor in tensors if tensor is not None)), dtypes, given, form(rows), *strides),
+        forms=(*forms_of(*tensors, order), form(rows), *strides),
     )
 
 

@@ -20,7 +20,7 @@ from hf_rocm.ops.eight_bit import BLOCK, FP8, FP8_FNUZ
 from hf_rocm.ops.fakes import like
 from hf_rocm.ops.four_bit import INT4, PER_WORD, SIGNED, kernel_groups, run_length, table_bytes
 from hf_rocm.ops.triton import detect, linear, norm
-from hf_rocm.ops.triton.launch import form, launch, units, warps
+from hf_rocm.ops.triton.launch import form, forms_of, launch, units, warps
 from hf_rocm.ops.triton.tiles import ROWS, dequantize_tile, eight_bit_tile, four_bit_tile, reorder_tile
 
 if TYPE_CHECKING:
@@ -147,9 +147,11 @@ def _forward(
     if residual is not None:
         residual = residual.contiguous()
     # A separate kernel for the norm is faster, because converting W takes arithmetic too.
-    if norm_weight is not None:
+    if norm_weight is not None and order is not None:
+        x = norm.reordered_rms_norm(x, norm_weight, eps, one_plus, order)
+    elif norm_weight is not None:
         x = norm.rms_norm(x, norm_weight, eps, one_plus)
-    if order is not None:
+    elif order is not None:
         x = _reorder(x, order)
     from hf_rocm.ops.triton.kernels import linear as kernels
 
@@ -225,7 +227,7 @@ def _reorder(x: Tensor, order: Tensor) -> Tensor:
 
         x = x.contiguous()
         block, threads = reorder_tile(m)
-        forms = form(x), form(order), form(out), form(k)
+        forms = forms_of(x, order, out), form(k)
         grid, num_warps = (m, -(-k // block)), warps(threads, x.device)
         launch(reorder_kernel, grid, (x, order, out, k), {"BLOCK": block}, num_warps=num_warps, forms=forms)
     return out
@@ -261,14 +263,13 @@ def _dequantize(
     if weight.dtype == INT4:
         tables = (zeros, _table(code, torch.float32, weight.device), nested_code, nested_factors)
     weight, scale, words = weight.contiguous(), scale.contiguous(), weight.shape[1]
-    given = tuple(None if tensor is None else form(tensor) for tensor in tables)
     launch(
         kernel,
         grid,
         (weight, scale, *tables, out, words),
         constants,
         num_warps=num_warps,
-        forms=(form(weight), form(scale), given, form(out), form(words)),
+        forms=(forms_of(weight, scale, *tables, out), form(words)),
     )
     return out
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.triton import detect
-from hf_rocm.ops.triton.launch import alike, dense, form, launch, power_of_two, warps
+from hf_rocm.ops.triton.launch import dense, forms_of, launch, power_of_two, warps
 from hf_rocm.ops.triton.norm import DTYPES
 
 if TYPE_CHECKING:
@@ -180,9 +180,7 @@ def _launch(
         num_warps=warps(threads, query.device),
         contract=False,
         forms=(
-            alike(query, key, value, cos, sin, out, keys, target),
-            position is not None and form(position),
-            weights[0] is not None and tuple(map(form, weights)),
+            forms_of(query, key, value if cached else None, cos, sin, out, keys, target, position, *weights),
             sizes,
         ),
     )

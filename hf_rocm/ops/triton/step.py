@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_rocm.ops.custom_op import on_its_device
 from hf_rocm.ops.specs.step import BeginStepCall, FinishStepCall
 from hf_rocm.ops.triton import detect, norm
-from hf_rocm.ops.triton.launch import alike, form, launch, power_of_two, warps
+from hf_rocm.ops.triton.launch import form, forms_of, launch, power_of_two, warps
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
@@ -54,7 +54,7 @@ def _begin_step(*arguments: Any) -> tuple[torch.Tensor, ...]:
     from hf_rocm.ops.triton.kernels.step import begin_kernel
 
     call = BeginStepCall(*arguments)
-    clock, _, mask, mask_2, *further = tensors = call[:12]
+    clock, _, mask, mask_2, *_ = tensors = call[:12]
     rows, tokens = clock.shape
     places, input_ids = call.places, call.input_ids
     size, size_2 = (0 if one is None else one.shape[3] for one in (mask, mask_2))
@@ -75,9 +75,7 @@ def _begin_step(*arguments: Any) -> tuple[torch.Tensor, ...]:
         },
         num_warps=warps(256, clock.device),
         forms=(
-            alike(*[tensor for tensor in (*tensors[:2], *further) if tensor is not None]),
-            mask is not None and alike(*[one for one in (mask, mask_2) if one is not None]),
-            tuple([tensor is None for tensor in tensors]),
+            forms_of(*tensors),
             *map(form, sizes),
         ),
     )

@@ -1,4 +1,7 @@
-"""RMSNorm of rows, with or without a residual sum, and LayerNorm of a residual sum, each in one pass."""
+"""RMSNorm of rows, with or without a residual sum or in another order of columns, and LayerNorm of a residual sum.
+
+Each kernel reads its input once.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ def rms_norm_kernel(
     # The weight of a norm of x before the sum, or None.
     before,
     before_eps,
+    # [DIM], the column of x for every column of out; None: the same columns. Only without a sum.
+    order,
     DIM: tl.constexpr,
     ONE_PLUS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -38,26 +43,39 @@ def rms_norm_kernel(
     values = tl.load(x + start + column, mask=valid, other=0.0)
     place = row.to(tl.int64) * DIM + column
     if before is not None:
-        values = _normed(values, before, before_eps, column, DIM, ONE_PLUS)
+        values = _weighted(values, _factor(values, before_eps, DIM), before, column, DIM, ONE_PLUS)
     if residual is not None:
         values = (values.to(tl.float32) + tl.load(residual + place, mask=valid, other=0.0).to(tl.float32)).to(
             values.dtype
         )
         tl.store(total + place, values, mask=valid)
     if weight is not None:
-        tl.store(out + place, _normed(values, weight, eps, column, DIM, ONE_PLUS), mask=valid)
+        factor = _factor(values, eps, DIM)
+        if order is not None:
+            # The sum of squares is that of the original order, bit for bit.
+            tl.static_assert(residual is None)
+            column = tl.load(order + column, mask=column < DIM, other=0)
+            values = tl.load(x + start + column, mask=valid, other=0.0)
+        tl.store(out + place, _weighted(values, factor, weight, column, DIM, ONE_PLUS), mask=valid)
 
 
 @triton.jit
-def _normed(values, weight, eps, column, DIM: tl.constexpr, ONE_PLUS: tl.constexpr):
+def _factor(values, eps, DIM: tl.constexpr):
+    """The factor by which the norm multiplies a row."""
     wide = values.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None]
-    factor = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
+    return tl.rsqrt(tl.sum(wide * wide, axis=1) / DIM + eps)[:, None]
+
+
+@triton.jit
+def _weighted(values, factor, weight, column, DIM: tl.constexpr, ONE_PLUS: tl.constexpr):
+    """Multiply values by the factor of their row and by the weights of their columns."""
+    wide = values.to(tl.float32)
+    weights = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
     if ONE_PLUS:
-        normed = wide * scale * (1.0 + factor)
+        normed = wide * factor * (1.0 + weights)
     else:
         # transformers rounds here, and again after the weight
-        normed = (wide * scale).to(values.dtype).to(tl.float32) * factor
+        normed = (wide * factor).to(values.dtype).to(tl.float32) * weights
     return normed.to(values.dtype)
 
 
@@ -104,9 +122,10 @@ def _build(
     then: bool = True,
     one_plus: bool = False,
     dtype: str = "bf16",
+    order: bool = False,
 ) -> Build:
-    tensors = {"x": True, "weight": then, "out": then, "residual": add, "total": add, "before": before}
-    pointers = {name: f"*{dtype}" for name, present in tensors.items() if present}
+    tensors = {"x": True, "weight": then, "out": then, "residual": add, "total": add, "before": before, "order": order}
+    pointers = {name: "*i32" if name == "order" else f"*{dtype}" for name, present in tensors.items() if present}
     absent = {name: None for name, present in tensors.items() if not present}
     block = triton.next_power_of_2(dim)
     return Build(
@@ -145,6 +164,7 @@ def _layer_build(
 
 BUILDS = (
     _build(4096, 1, 256, add=False),
+    _build(4096, 1, 256, add=False, order=True),
     _build(4096, 1, 512, add=True),
     _build(8192, 1, 512, add=True, dtype="fp16"),
     _build(3584, 1, 256, add=True, one_plus=True),

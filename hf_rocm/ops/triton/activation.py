@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.fakes import half, like
 from hf_rocm.ops.triton import detect
-from hf_rocm.ops.triton.launch import form, forms_of, launch, power_of_two, warps
+from hf_rocm.ops.triton.launch import cached, form, forms_of, launch, power_of_two, warps
 from hf_rocm.ops.triton.norm import DTYPES
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ def act_and_mul(x: Tensor, activation: str, interleaved: bool, limit: float, alp
     return result
 
 
+@cached
 def tile(rows: int, dim: int) -> tuple[int, int]:
     """(columns, threads) of a program, both powers of two."""
     block = min(1024, power_of_two(dim))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, reduce
-from operator import or_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,7 +13,7 @@ from hf_rocm.errors import OptionError
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.fakes import attended
 from hf_rocm.ops.triton import detect
-from hf_rocm.ops.triton.launch import dense, form, forms_of, launch, power_of_two, units
+from hf_rocm.ops.triton.launch import cached, dense, form, forms_of, forms_of_strides, launch, power_of_two, units
 from hf_rocm.ops.triton.norm import DTYPES
 from hf_rocm.ops.triton.rope import Norms
 from hf_rocm.ops.triton.tiles import plan
@@ -191,7 +189,7 @@ def forward(
             softcap is None,
             queries,
             form(window),
-            _form_of(strides),
+            forms_of_strides(strides),
             mask is not None and tuple(map(form, mask_strides)),
             length_b,
             form(table_b),
@@ -256,7 +254,7 @@ class _Work(NamedTuple):
     gather_constants: dict[str, Any]
 
 
-@lru_cache(maxsize=4096)
+@cached
 def _work(
     sizes: tuple[int, ...],
     dtype: torch.dtype,
@@ -324,12 +322,6 @@ def _strides_of_mask(mask: Tensor, keys: int) -> tuple[int, ...]:
     if 1 < mask.shape[3] < keys:
         raise OptionError(f"a mask of {mask.shape[3]} keys can't be used for {keys} keys")
     return tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True))
-
-
-def _form_of(strides: tuple[int, ...]) -> Any:
-    """The forms of the strides: True if all are multiples of 16 in [0, 2³¹), as usual, else one form per stride."""
-    union = reduce(or_, strides)
-    return (union % 16 == 0 and 0 <= union < 2**31) or tuple(map(form, strides))
 
 
 _traced = opaque(

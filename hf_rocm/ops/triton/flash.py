@@ -13,7 +13,7 @@ from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.fakes import attended
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton.decode import LARGEST_HEAD
-from hf_rocm.ops.triton.launch import dense, launch, power_of_two
+from hf_rocm.ops.triton.launch import dense, form, forms_of, forms_of_strides, launch, power_of_two
 from hf_rocm.ops.triton.norm import DTYPES
 from hf_rocm.ops.triton.tiles import flash_tile
 
@@ -140,6 +140,12 @@ def _forward(
         },
         num_warps=tile.warps,
         num_stages=tile.stages,
+        forms=(
+            forms_of(query, key, value, output, lse, query_ends, key_ends, sinks),
+            softcap is None,
+            *map(form, (sequences, span, queries, keys, window)),
+            forms_of_strides(strides),
+        ),
     )
     return output
 

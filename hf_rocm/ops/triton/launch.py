@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -92,14 +93,20 @@ def _driver() -> Any:
 
 def forms_of(*tensors: Tensor | None) -> tuple[Any, ...]:
     """`form` of several tensors or None at once. Without ROCm, the dtypes alone if all tensors are aligned."""
-    addresses, dtypes = 0, []
+    addresses, dtypes = 0, tuple[torch.dtype | None, ...]()
     for tensor in tensors:
         if tensor is None:
-            dtypes.append(None)
+            dtypes += (None,)
         else:
             addresses |= tensor.data_ptr()
-            dtypes.append(tensor.dtype)
-    return tuple(map(form, tensors)) if addresses % 16 or is_rocm() else tuple(dtypes)
+            dtypes += (tensor.dtype,)
+    return tuple(map(form, tensors)) if addresses % 16 or is_rocm() else dtypes
+
+
+def forms_of_strides(strides: tuple[int, ...]) -> Any:
+    """`form` of several strides at once: True if all are multiples of 16 in [0, 2³¹), as usual."""
+    union = reduce(or_, strides)
+    return (union % 16 == 0 and 0 <= union < _LARGEST_INT) or tuple(map(form, strides))
 
 
 def form(value: Any) -> Any:
@@ -119,6 +126,10 @@ def _caches_kernels() -> bool:
     return not options.triton_interprets() and detect.release().version.release[:2] in KNOWN_RULES
 
 
+# The largest number of cached results of functions whose arguments may include the lengths of prompts.
+cached = lru_cache(maxsize=4096)
+
+
 @cache
 def lanes(device: torch.device) -> int:
     """Threads per warp: 64 on gfx9 (CDNA, and Vega before it), 32 elsewhere."""
@@ -136,6 +147,7 @@ def dense(x: Tensor) -> Tensor:
     return x if x.stride(3) == 1 else x.contiguous()
 
 
+@cached
 def power_of_two(size: int) -> int:
     """The smallest power of two that is at least `size`."""
     return 1 << (size - 1).bit_length() if size > 1 else 1

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.fakes import like, two_like
 from hf_rocm.ops.triton import detect
-from hf_rocm.ops.triton.launch import form, forms_of, launch, power_of_two, warps
+from hf_rocm.ops.triton.launch import cached, form, forms_of, launch, power_of_two, warps
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
@@ -79,6 +79,7 @@ def add_layer_norm(
     return result
 
 
+@cached
 def tile(rows: int, dim: int) -> tuple[int, int, int]:
     """(rows, columns, threads) of a program, all powers of two."""
     block = power_of_two(dim)

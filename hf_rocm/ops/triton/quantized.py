@@ -7,7 +7,6 @@ are estimates.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ from hf_rocm.ops.eight_bit import BLOCK, FP8, FP8_FNUZ
 from hf_rocm.ops.fakes import like
 from hf_rocm.ops.four_bit import INT4, PER_WORD, SIGNED, kernel_groups, run_length, table_bytes
 from hf_rocm.ops.triton import detect, linear, norm
-from hf_rocm.ops.triton.launch import form, forms_of, launch, units, warps
+from hf_rocm.ops.triton.launch import cached, form, forms_of, launch, units, warps
 from hf_rocm.ops.triton.tiles import ROWS, dequantize_tile, eight_bit_tile, four_bit_tile, reorder_tile
 
 if TYPE_CHECKING:
@@ -274,7 +273,7 @@ def _dequantize(
     return out
 
 
-@lru_cache(maxsize=4096)
+@cached
 def _work(
     shape: torch.Size, scale_shape: torch.Size, format: torch.dtype, code: str | None, device: torch.device
 ) -> tuple[Any, tuple[int, int], dict[str, Any], int]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.triton import detect
-from hf_rocm.ops.triton.launch import dense, forms_of, launch, power_of_two, warps
+from hf_rocm.ops.triton.launch import cached, dense, forms_of, launch, power_of_two, warps
 from hf_rocm.ops.triton.norm import DTYPES
 
 if TYPE_CHECKING:
@@ -136,9 +136,9 @@ def _launch(
     b, h, s, d = query.shape
     kv_heads = key.shape[1]
     query, key, cos, sin = dense(query), dense(key), cos.contiguous(), sin.contiguous()
-    cached = value is not None
+    written = value is not None
     value = key if value is None else dense(value)
-    alone = cached and b * s == 1
+    alone = written and b * s == 1
     block_heads, block_kv, threads = tile(b * s, h, kv_heads, d, alone=alone)
     blocks = 1 if alone else -(-h // block_heads) + -(-kv_heads // block_kv)
     target = keys if values is None else values
@@ -159,7 +159,7 @@ def _launch(
     launch(
         rope_kernel,
         (b * s, blocks),
-        (query, key, value if cached else None, cos, sin, out, keys, values, position, *further, *sizes),
+        (query, key, value if written else None, cos, sin, out, keys, values, position, *further, *sizes),
         {
             "HEADS": h,
             "KV_HEADS": kv_heads,
@@ -180,13 +180,14 @@ def _launch(
         num_warps=warps(threads, query.device),
         contract=False,
         forms=(
-            forms_of(query, key, value if cached else None, cos, sin, out, keys, target, position, *weights),
+            forms_of(query, key, value if written else None, cos, sin, out, keys, target, position, *weights),
             sizes,
         ),
     )
     return alone
 
 
+@cached
 def tile(tokens: int, heads: int, kv_heads: int, dim: int, *, alone: bool) -> tuple[int, int, int]:
     """(query heads, key heads, threads) of a program, all powers of two. alone: one program for all heads."""
     width = power_of_two(dim)

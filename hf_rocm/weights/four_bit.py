@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from hf_rocm.ops.four_bit import GROUPS, INT4, PER_WORD, SCALE, Nested, dequantize_groups, quantize_groups
 from hf_rocm.weights.encoding import QuantizedWeight, encoding
 
-_ALL = slice(None)
 _GROUP_OF = {"int4" if group == max(GROUPS) else f"int4-g{group}": group for group in sorted(GROUPS, reverse=True)}
 
 
@@ -53,7 +52,8 @@ class FourBitWeight(QuantizedWeight):
         if code is None or factors is None:
             return None
         nested = Nested(code, factors)
-        return nested if rows == _ALL else nested.of_rows(rows, self.scale.shape[1])
+        everything = rows.start is None and rows.stop is None
+        return nested if everything else nested.of_rows(rows, self.scale.shape[1])
 
     @classmethod
     def format_for(cls, model: nn.Module, kind: str) -> int:

@@ -24,8 +24,6 @@ import torch
 from lib import packed_checkpoints as checkpoints
 
 BF16 = "bf16"
-# Rounds that are not timed: the first one records the steps.
-_WARM_UP = 2
 # Operations of these families run in the eager tier for the reference logits.
 _FAMILIES = ("linear", "experts")
 # The share of the device's memory that may be used.
@@ -96,11 +94,12 @@ def _time(run: Run, batch: int, models: dict[str, Any], failures: list[str]) -> 
     from hf_rocm.tools.bench import inputs
     from hf_rocm.tools.bench.cases import Case
     from hf_rocm.tools.bench.generating import generate
+    from hf_rocm.tools.bench.measure import WARM_ROUNDS
 
     case = Case("decode", batch, run.prompt, run.new)
     ids = inputs.tokens(next(iter(models.values())).model, batch, run.prompt)
     timings: dict[str, list[Any]] = {kind: [] for kind in models}
-    for number in range(_WARM_UP + run.rounds):
+    for number in range(WARM_ROUNDS + run.rounds):
         for kind in list(timings):
             try:
                 timed = generate(models[kind], ids, case)
@@ -110,7 +109,7 @@ def _time(run: Run, batch: int, models: dict[str, Any], failures: list[str]) -> 
                 models[kind].release()
                 _free(run.device)
                 continue
-            if number >= _WARM_UP:
+            if number >= WARM_ROUNDS:
                 timings[kind].append(timed)
     result: dict[str, tuple[float, ...]] = {}
     for kind, times in timings.items():

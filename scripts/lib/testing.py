@@ -103,7 +103,6 @@ LEFT_OUT = {
         *OWN,
         *(f"{PROMISES}/test_{name}.py" for name in ("any_order", "at_once", "packages")),
         *(f"tests/overlay/test_{name}.py" for name in ("drafts", "lock", "scripts")),
-        "tests/generation/test_speculation.py",
         "tests/tools/verify/test_stock.py",
         "tests/weights/test_large.py",
         "tests/weights/test_parallel.py",
@@ -145,7 +144,6 @@ OWN_PROCESSES = tuple(
         "distributed/test_ranks_heads",
         "distributed/test_ranks_probe",
         "distributed/test_ranks_workers",
-        "distributed/test_training",
     )
 )
 

@@ -24,6 +24,7 @@ ELSEWHERE: Mapping[str, str] = {
     "test_builds": "compiles without executing anything",
     "test_detect": "tests processes without a GPU",
     "test_launch": "tests the host with example kernels",
+    "test_launch_keys": "tests the host, without launching kernels",
     "test_attend_models": "emulates recordings with the interpreter",
     "test_decode_models": "fp32 models, for which a GPU uses PyTorch's attention while decoding",
 }
@@ -38,6 +39,7 @@ HOST = re.compile(
     r"refus|operators?_(of|in)_|is_needed|only_few_|served_with|tiles_are_powers_of_two|nothing_is_launched|zero_tokens"
     r"|unknown|compiled_builds|users_linear_kernel|one_graph|one_launch|tier_was_named|explain_lists|the_tiles?_of_a_"
     r"|the_limit_of|come_first|stay_stock|a_required_aiter_tier|tiles_of_architectures|a_block_covers_a_row"
+    r"|take_long_to_decode|blocks_cover_several"
 )
 
 # The number of cases per module for every share. The cases are drawn by architecture and name, and from as many

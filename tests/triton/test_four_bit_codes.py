@@ -53,11 +53,13 @@ def test_every_class_of_rows(m, double, code):
 
 @every_scale
 @pytest.mark.parametrize("pieces", [1, 2, 4])
+# Runs of 16, 32 and 64.
+@pytest.mark.parametrize(("k", "group"), [(640, 64), (1280, 64), (1536, 256)])
 @pytest.mark.parametrize("activation", [None, "silu"])
-def test_a_run_is_processed_in_pieces(monkeypatch, activation, pieces, double):
+def test_a_run_is_processed_in_pieces(monkeypatch, activation, k, group, pieces, double):
     tile = quantized.four_bit_tile
     monkeypatch.setattr(quantized, "four_bit_tile", lambda *args, **terms: tile(*args, **terms)._replace(pieces=pieces))
-    check_gemm(random(1, 640, dtype=BF16), 38, 640, 64, "nf4", double=double, activation=activation)
+    check_gemm(random(1, k, dtype=BF16), 22, k, group, "nf4", double=double, activation=activation)
 
 
 def test_runs_whose_scales_take_long_to_decode_are_processed_in_pieces():

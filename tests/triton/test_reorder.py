@@ -60,9 +60,10 @@ def test_columns_of_x_are_reordered_after_the_norm(m, form):
 
 
 def test_the_kernel_of_the_norm_reorders_few_rows(monkeypatch):
-    x, weight = random(3, 256, dtype=BF16), random(32, 256, dtype=BF16, seed=1)
-    order = torch.randperm(256, generator=torch.Generator().manual_seed(2)).int()
-    norm, data = ops.Norm(random(256, dtype=BF16, seed=3), 1e-5, False), quantize_groups(weight, 64)
+    # A program processes several rows, with padding after the last column.
+    x, weight = random(2, 3, 768, dtype=BF16)[..., 192:576], random(32, 384, dtype=BF16, seed=1)
+    order = torch.randperm(384, generator=torch.Generator().manual_seed(2)).int()
+    norm, data = ops.Norm(random(384, dtype=BF16, seed=3), 1e-5, False), quantize_groups(weight, 64)
     with options.override(tier="triton"):
         normed = ops.rms_norm(x, norm.weight, eps=norm.eps)
         expected = ops.quantized_linear(normed, *data, order=order)

@@ -148,6 +148,8 @@ def forward(
     from hf_rocm.ops.triton.kernels.decode import decode_kernel
     from hf_rocm.ops.triton.kernels.gather import gather_kernel
 
+    # The launch does not distinguish integers from other numbers.
+    softcap = None if softcap is None else float(softcap)
     b, heads, queries, dim = query.shape
     _, kv_heads, keys, value_dim = value.shape
     page = None
@@ -177,7 +179,7 @@ def forward(
     launch(
         decode_kernel,
         work.grid,
-        (query, key, value, parts, *further, *tensors, scale, softcap, *epsilons, *places),
+        (query, key, value, parts, *further, *tensors, float(scale), softcap, *epsilons, *places),
         work.constants,
         num_warps=work.warps,
         num_stages=work.stages,
@@ -230,7 +232,7 @@ class NewKeys(NamedTuple):
         strides = (*key.stride()[:3], *value.stride()[:3], 0 if cos.shape[0] == 1 else cos.stride(0))
         return (
             (key, value, cos, sin, self.place.contiguous(), *weights),
-            (self.norms.query_eps, self.norms.key_eps),
+            (float(self.norms.query_eps), float(self.norms.key_eps)),
             strides,
         )
 

@@ -102,6 +102,8 @@ def _forward(
 ) -> Tensor:
     from hf_rocm.ops.triton.kernels.flash import flash_kernel
 
+    # The launch does not distinguish integers from other numbers.
+    softcap = None if softcap is None else float(softcap)
     b, heads, queries, dim = query.shape
     _, kv_heads, keys, value_dim = value.shape
     shape = (b, queries, heads, value_dim)
@@ -123,7 +125,7 @@ def _forward(
         flash_kernel,
         (tiles, kv_heads, b),
         (
-            *(query, key, value, output, lse, query_ends, key_ends, sinks, scale, softcap),
+            *(query, key, value, output, lse, query_ends, key_ends, sinks, float(scale), softcap),
             *(sequences, span, queries, keys, window, *strides),
         ),
         {

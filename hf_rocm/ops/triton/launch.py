@@ -126,8 +126,8 @@ def _caches_kernels() -> bool:
     return not options.triton_interprets() and detect.release().version.release[:2] in KNOWN_RULES
 
 
-# The largest number of cached results of functions whose arguments may include the lengths of prompts.
-cached = lru_cache(maxsize=4096)
+# Caches the results of a function whose arguments may include the lengths of prompts.
+cached = lru_cache(maxsize=_MAX_KERNELS)
 
 
 @cache

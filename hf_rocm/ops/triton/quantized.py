@@ -186,7 +186,7 @@ def _forward(
         before, further = linear.norm_arguments(tile)
         tables, sizes = (), (m, n, k, *before)
         even = k % (tile.splits * tile.k) == 0
-        constants = {"EVEN": even, "GROUP": _block(scale), "SELECT": _select(device), **further}
+        constants = {"EVEN": even, "GROUP": _block(scale.dim()), "SELECT": _select(device), **further}
     parts = out if tile.parts == 1 else out.new_empty((tile.parts, m, n), dtype=torch.float32)
     launch(
         kernel,
@@ -280,23 +280,22 @@ def _work(
     """(kernel, grid, constants, warps) of the launch that dequantises a weight of this shape and format."""
     from hf_rocm.ops.triton.kernels import dequantize as kernels
 
-    four, n, k = format == INT4, *shape
-    group = BLOCK if len(scale_shape) == 2 else 0
+    n, k = shape
     constants: dict[str, Any]
-    if four:
+    if format == INT4:
         k *= PER_WORD
         group = k // scale_shape[1]
-    run = run_length(k, group) if four else 0
-    size, threads = dequantize_tile(k, run)
-    if four:
+        run = run_length(k, group)
+        size, threads = dequantize_tile(k, run)
         group, step = kernel_groups(k, group)
         constants = _constants(code, describe(device))
         constants |= {"GROUP": group, "STEP": step, "RUN": run, "BLOCKS": size}
-    else:
-        size = max(size, group)
-        constants = {"GROUP": group, "SELECT": _select(describe(device)), "BLOCK": size}
-    kernel = kernels.dequantize_four if four else kernels.dequantize_eight
-    return kernel, (n, -(-k // (8 * run * size if four else size))), constants, warps(threads, device)
+        return kernels.dequantize_four, (n, -(-k // (8 * run * size))), constants, warps(threads, device)
+    group = _block(len(scale_shape))
+    size, threads = dequantize_tile(k, 0)
+    size = max(size, group)
+    constants = {"GROUP": group, "SELECT": _select(describe(device)), "BLOCK": size}
+    return kernels.dequantize_eight, (n, -(-k // size)), constants, warps(threads, device)
 
 
 def _table(code: str | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
@@ -324,9 +323,9 @@ def _select(device: Device) -> str | None:
     return None if device.kind == "cpu" else codes.NVIDIA
 
 
-def _block(scale: Tensor) -> int:
+def _block(scale_dims: int) -> int:
     """The number of rows and of columns of an 8-bit weight that share a scale; 0 if there is one scale per row."""
-    return BLOCK if scale.dim() == 2 else 0
+    return BLOCK if scale_dims == 2 else 0
 
 
 def _plain(weight: Tensor, scale: Tensor, dtype: torch.dtype, *more: Any) -> Tensor:

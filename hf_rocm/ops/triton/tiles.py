@@ -176,8 +176,8 @@ def four_bit_tile(
 
     table: whether the numbers are looked up in a table. scale_bytes: the size of a stored scale. nested: whether scales
     are looked up in a table too. Without matrix instructions, a thread reads four words of every row, and four values
-    of x for every run, at a time. On an H200, a tile of 64 rows of x in runs of 64 fills the shared memory of an SM; of
-    the others, two fit.
+    of x for every run, at a time; with a gate and pieces, four words in all. On an H200, a tile of 64 rows of x in runs
+    of 64 fills the shared memory of an SM; of the others, two fit.
     """
     narrow = n <= NARROW and not gated
     if rows == 1:

@@ -18,8 +18,9 @@ from hf_rocm.tools.bench.rates import Rates
 from hf_rocm.tools.bench.roofline import Floor, cache_bytes, floor
 from hf_rocm.tools.bench.variants import DECODE_ONLY, NOT_DECODING, PREPARED, UNCAPTURED, Side
 
-# The first round compiles and records graphs, and the second fills the allocator's pools.
-WARM_ROUNDS = 2
+# The first round compiles and records graphs, and the second fills the allocator's pools. Up to the fourth, recorded
+# steps are compared with uncaptured ones in every call of 128 tokens; later, in about one call out of five.
+WARM_ROUNDS = 4
 
 # Forward passes of an encoder per warm-up round. There are several, because early replays are compared with uncaptured
 # passes more often than later ones.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
+
 import pytest
 import torch
 
 import hf_rocm
 from hf_rocm.errors import OptionError
 from hf_rocm.generation import recorder
+from hf_rocm.generation.schedule import Schedule
 from hf_rocm.tools.bench import generating, inputs, measure, run, variants
 from hf_rocm.tools.bench.cases import Case, grid
 from hf_rocm.tools.bench.clock import device_time, spread
@@ -21,6 +24,19 @@ DECODE = Case("decode", 1, 8, 3)
 def measurement(model, names, *, rounds=3, progress=lambda text: None):
     sides, _ = variants.sides(model, names, encoder=False)
     return measure.Measurement(model, sides, None, RATES, rounds, progress)
+
+
+@pytest.mark.parametrize("tokens", [64, 128, 256])
+@pytest.mark.parametrize("rounds", [3, 5, 7, 9])
+def test_in_most_timed_calls_no_step_is_compared(tokens, rounds):
+    schedule, compared = Schedule(), []
+    for call in range(measure.WARM_ROUNDS + rounds):
+        schedule.enter(call)
+        before = schedule.comparisons
+        for _ in range(tokens - 1):
+            schedule.agreed() if schedule.due else schedule.count()
+        compared.append(schedule.comparisons - before)
+    assert compared[0] > 4 and statistics.median(compared[measure.WARM_ROUNDS :]) == 0
 
 
 def test_every_round_runs_every_side_in_turn(model, monkeypatch):
@@ -43,7 +59,9 @@ def test_every_round_runs_every_side_in_turn(model, monkeypatch):
     monkeypatch.setattr(measure, "_turn", turn)
     done = measure.measure(run, DECODE)
     order = [name for name, _ in turns]
-    assert order == ["stock", "hf_rocm"] * 5 and [warm for _, warm in turns] == [True] * 4 + [False] * 6
+    warm_turns = [True] * (2 * measure.WARM_ROUNDS)
+    assert order == ["stock", "hf_rocm"] * (measure.WARM_ROUNDS + 3)
+    assert [warm for _, warm in turns] == warm_turns + [False] * 6
     assert [(timing.unit.median, timing.warmup, len(timing.rounds)) for timing in done.timings] == [(250.0, 0.5, 3)] * 2
 
 
@@ -191,5 +209,6 @@ def test_sides_whose_caches_do_not_fit_together_are_not_interleaved_and_have_a_n
         measure, "_turn", lambda side, *args, **rest: order.append(side.name) or turn(side, *args, **rest)
     )
     done = measure.measure(measurement(model, ["stock", "hf_rocm"], rounds=1), DECODE)
-    assert order == ["stock"] * 3 + ["hf_rocm"] * 3
+    calls = measure.WARM_ROUNDS + 1
+    assert order == ["stock"] * calls + ["hf_rocm"] * calls
     assert all("its rounds were not interleaved" in timing.note for timing in done.timings)

@@ -1,6 +1,6 @@
 """RMSNorm of rows, with or without a residual sum or in another order of columns, and LayerNorm of a residual sum.
 
-Each kernel reads its input once.
+A kernel reads its input once; for another order of columns, it reads it again in that order.
 """
 
 from __future__ import annotations

@@ -88,6 +88,8 @@ class Nested(NamedTuple):
 
     def of_rows(self, rows: slice, groups: int) -> Nested:
         """Select rows of scales [N, groups]. The first row must start a block of 256 scales."""
+        if rows.start is None and rows.stop is None:
+            return self
         stop = None if rows.stop is None else -(-rows.stop * groups // PER_FACTOR)
         return self._replace(factors=self.factors[(rows.start or 0) * groups // PER_FACTOR : stop])
 

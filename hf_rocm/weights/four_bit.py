@@ -51,9 +51,7 @@ class FourBitWeight(QuantizedWeight):
         code, factors = buffers["nested_code"], buffers["nested_factors"]
         if code is None or factors is None:
             return None
-        nested = Nested(code, factors)
-        everything = rows.start is None and rows.stop is None
-        return nested if everything else nested.of_rows(rows, self.scale.shape[1])
+        return Nested(code, factors).of_rows(rows, buffers["scale"].shape[1])
 
     @classmethod
     def format_for(cls, model: nn.Module, kind: str) -> int:

@@ -11,16 +11,21 @@ import torch
 
 from hf_rocm.ops.eight_bit import INT8, quantize_rows
 from hf_rocm.ops.four_bit import quantize_groups
-from hf_rocm.ops.triton import activation, decode, flash, norm, quantized, rope
+from hf_rocm.ops.triton import activation, decode, flash, norm, quantized, rope, step
 from hf_rocm.ops.triton.launch import form, forms_of_strides
+from tests.triton.test_begin_step import step_call
 
 BF16, FP16 = torch.bfloat16, torch.float16
 # Kernel → arguments for which it is not specialised.
-GENERAL = {"decode_kernel": {"keys"}, "flash_kernel": {"sequences", "span", "queries", "keys"}}
+GENERAL = {
+    "begin_kernel": {"position", "row", "row_2", "first", "drafts", "length", "more"},
+    "decode_kernel": {"keys"},
+    "flash_kernel": {"sequences", "span", "queries", "keys"},
+}
 
 
 def tensors(*shape: int) -> list[torch.Tensor]:
-    """Tensors of this shape: of two dtypes, one of them not aligned, and one with other strides."""
+    """Tensors of this shape: of two dtypes, and one that is not aligned."""
     size = torch.Size(shape).numel()
     shifted = torch.zeros(size + 1, dtype=BF16)[1:].view(shape)
     return [torch.zeros(shape, dtype=BF16), torch.zeros(shape, dtype=FP16), shifted]
@@ -52,7 +57,21 @@ def activations() -> None:
 def rotations() -> None:
     for x, rows in itertools.product(tensors(1, 4, 2, 16), (1, 2)):
         cos = torch.zeros(1, 2, 16, dtype=x.dtype)[:, :rows]
-        rope._forward(x[:, :, :rows], x[:, :2, :rows], cos, cos, False)
+        query, key, weight = x[:, :, :rows], x[:, :2, :rows], torch.ones(16, dtype=x.dtype)
+        rope._forward(query, key, cos, cos, False)
+        caches = torch.zeros(1, 2, 8, 16, dtype=x.dtype), torch.zeros(1, 2, 8, 16, dtype=x.dtype)
+        for position, norm_weight in itertools.product((None, torch.tensor(3), torch.arange(rows)), (None, weight)):
+            norms = norm_weight, norm_weight, 1, 1e-6, False
+            rope._into_cache(query, key, key, cos, cos, *caches, position, *norms, False, False)
+
+
+def beginnings() -> None:
+    for sources, (sizes, windows, bases), starts in itertools.product(
+        (0, 1, 2), (((64,), (None,), (0,)), ((64, 16), (None, 16), (0, 0)), ((16,), (1,), (0,))), (False, True)
+    ):
+        for tokens in (1, 3):
+            call = step_call(sizes=sizes, windows=windows, bases=bases, sources=sources, starts=starts, tokens=tokens)
+            step._begin_step(*call)
 
 
 def flash_attention() -> None:
@@ -88,6 +107,7 @@ def weights() -> None:
         (norm, norms),
         (activation, activations),
         (rope, rotations),
+        (step, beginnings),
         (flash, flash_attention),
         (decode, decode_attention),
         (quantized, weights),

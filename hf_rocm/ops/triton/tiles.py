@@ -183,8 +183,9 @@ def four_bit_tile(
     if rows == 1:
         if table and scale_bytes == 1 and not rocm:
             # Scales take many instructions to decode, so a thread processes several pieces of a run with one scale.
-            n, threads, pieces = (8, 64, 4) if gated else (4 if nested else 2, 32, 2)
-            return FourBitTile(False, n, max(1, (2 if gated else 8) * threads // run), threads, 2, pieces=pieces)
+            if gated:
+                return FourBitTile(False, 8, max(1, 128 // run), 64, 2, pieces=4)
+            return FourBitTile(False, 4 if nested else 2, max(1, 256 // run), 32, 2, pieces=2)
         threads = 64 if rocm or not gated else 32
         n = 2 if gated and (rocm or table) else 8 if narrow and table and scale_bytes == 4 and not rocm else 4
         return FourBitTile(False, n, max(1, 4 * threads // run), threads, 2)

@@ -191,13 +191,6 @@ def test_the_number_of_splits_depends_on_the_batch_and_the_keys():
     assert decode.plan(2, 8, 4, 1152, 128, 2, 132, None)[1:4] == (64, 1, 8)
 
 
-def test_strides_that_triton_specialises_differently_have_different_forms():
-    usual = decode._form_of((4096, 128, 1024, 65536, 0, 16))
-    assert usual == decode._form_of((131072, 256, 16, 32, 48, 64))
-    others = [(4096, 1, 1024), (4096, 120, 1024), (4096, 128, 2**31), (1, 128, 4096)]
-    assert len({usual, *map(decode._form_of, others)}) == 5
-
-
 def test_a_mask_that_a_kernel_supports_is_not_read(monkeypatch):
     query, key, value = tensors((2, 4, 2, 1, 9, 16, 16), torch.float32)
     mask = seen_keys(1, 9, torch.tensor([9]), torch.tensor([0, 4]), None)

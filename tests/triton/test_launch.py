@@ -12,7 +12,7 @@ from hf_rocm import options
 from hf_rocm.device import Device
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton import launch as launching
-from hf_rocm.ops.triton.launch import form, forms_of, lanes, launch, power_of_two, warps
+from hf_rocm.ops.triton.launch import form, forms_of, forms_of_strides, lanes, launch, power_of_two, warps
 
 
 class Kernel:
@@ -176,3 +176,10 @@ def test_warps_follow_from_threads(monkeypatch):
 
 def test_sizes_are_rounded_up_to_powers_of_two():
     assert [power_of_two(size) for size in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
+
+
+def test_strides_that_triton_specialises_differently_have_different_forms():
+    usual = forms_of_strides((4096, 128, 1024, 65536, 0, 16))
+    assert usual == forms_of_strides((131072, 256, 16, 32, 48, 64))
+    others = [(4096, 1, 1024), (4096, 120, 1024), (4096, 128, 2**31), (1, 128, 4096)]
+    assert len({usual, *map(forms_of_strides, others)}) == 5

@@ -109,33 +109,14 @@ def decode_kernel(
     part = ((b * queries + i) * HEADS + h) * splits + split
     parts = tl.num_programs(2).to(tl.int64) * queries * HEADS * splits
     peaks = output + parts * VALUE_DIM
-
-    end = keys
-    first = 0
     if lengths is not None:
         length = tl.load(lengths + b * length_b).to(tl.int32)
-        end = tl.minimum(length, keys)
         if starts is not None:
-            first = tl.maximum(tl.load(starts + b).to(tl.int32) - (length - end), 0)
-    position = end - queries + i
-    if window is not None:
-        first = tl.maximum(first, end - queries - window + 1)
-    own = first + split * BLOCK
-    # New keys are not read from the cache.
-    cached = end if new_key is None else end - queries
-    if not ALONE:
-        idle = own >= cached
-        if new_key is not None:
-            # The last split processes the new keys.
-            idle = idle & (split < splits - 1)
-        if idle:
-            tl.store(peaks + part, tl.full([ROWS], -float("inf"), tl.float32), mask=real)
-            return
-
+            start = tl.load(starts + b).to(tl.int32)
     column = tl.arange(0, BLOCK_D)
     value_column = tl.arange(0, BLOCK_V)
-    inside = column < DIM
-    value_inside = value_column < VALUE_DIM
+    inside, value_inside = column < DIM, value_column < VALUE_DIM
+    # All of these loads are in flight at the same time.
     query += b * query_b + h[:, None].to(tl.int64) * query_h + i[:, None] * query_s
     if new_key is None:
         q = tl.load(query + column[None, :], mask=real[:, None] & inside[None, :], other=0.0)
@@ -156,13 +137,32 @@ def decode_kernel(
             ONE_PLUS,
             ONCE,
             BLOCK_D,
+            not CAUSAL,
         )
+    end, first = keys, 0
+    if lengths is not None:
+        end = tl.minimum(length, keys)
+        if starts is not None:
+            first = tl.maximum(start - (length - end), 0)
+    position = end - queries + i
+    if window is not None:
+        first = tl.maximum(first, end - queries - window + 1)
+    own = first + split * BLOCK
+    # New keys are not read from the cache.
+    cached = end if new_key is None else end - queries
+    if not ALONE:
+        idle = own >= cached
+        if new_key is not None:
+            # The last split processes the new keys.
+            idle = idle & (split < splits - 1)
+        if idle:
+            tl.store(peaks + part, tl.full([ROWS], -float("inf"), tl.float32), mask=real)
+            return
     key += kv_head.to(tl.int64) * key_h
     value += kv_head.to(tl.int64) * value_h
     if table is None:
         key += b * key_b
         value += b * value_b
-
     n = tl.arange(0, BLOCK)
     peak = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -187,13 +187,13 @@ def decode_kernel(
                 ONE_PLUS,
                 ONCE,
                 BLOCK_D,
+                not CAUSAL,
             )
             tl.store(key + row[:, None] * key_s + column[None, :], last_keys, mask=inside[None, :] & writes)
             at_values = new_value + b * new_value_b + kv_head.to(tl.int64) * new_value_h + j[:, None] * new_value_s
-            real_values = valid[:, None] & value_inside[None, :]
-            last_values = tl.load(at_values + value_column[None, :], mask=real_values, other=0.0)
-            value_address = value + row[:, None] * value_s + value_column[None, :]
-            tl.store(value_address, last_values, mask=value_inside[None, :] & writes)
+            in_row = value_inside[None, :]
+            last_values = tl.load(at_values + value_column[None, :], mask=valid[:, None] & in_row, other=0.0)
+            tl.store(value + row[:, None] * value_s + value_column[None, :], last_values, mask=in_row & writes)
             # padding does not count, but a wrong row must be visible
             counts = valid & ((end - queries + j >= first) | ~correct)
             if CAUSAL:

@@ -16,6 +16,7 @@ import triton.language as tl
 from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11, Build
 from hf_rocm.ops.triton.kernels.codes import AMD
 from hf_rocm.ops.triton.kernels.eight_bit import to_dtype_of, to_fp32
+from hf_rocm.ops.triton.kernels.result import addend, finished, store, write_result
 from hf_rocm.ops.triton.tiles import eight_bit_tile, linear_tile
 
 
@@ -51,6 +52,9 @@ def matrix_vector(
     The norm's division is the same for all elements, so it is applied to the sums, and the normalised x is not rounded.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, 1)
+    if residual is not None:
+        residual = addend(residual, m, n, m_size, n_size)
     rows = tl.minimum(n, n_size - 1)[:, None].to(tl.int64)
     columns = tl.arange(0, BLOCK_K)[None, :]
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -94,7 +98,6 @@ def matrix_vector(
     if norm_weight is not None:
         divided = tl.rsqrt(tl.sum(squares, 1)[:, None] / k_size + eps)
         sums, ups = sums * divided, ups * divided
-    m = tl.arange(0, 1)
     write_result(sums, ups, row_scale, bias, residual, out, m, n, m_size, n_size, ACTIVATION, 1)
 
 
@@ -179,6 +182,8 @@ def sum_parts(
     """Add the partial sums of a GEMM in order, then apply the scale, the bias and the residual sum."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = tl.program_id(1) + tl.arange(0, 1)
+    if residual is not None:
+        residual = addend(residual, m, n, m_size, n_size)
     parts += tl.program_id(1).to(tl.int64) * n_size + n
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):
@@ -238,69 +243,6 @@ def _multiply_add(
         part = tl.dot(to_dtype_of(numbers, values, SELECT), values)
         return sums + part * piece(scales + k // GROUP, inside, EVEN)
     return tl.dot(to_dtype_of(numbers, values, SELECT), values, sums)
-
-
-@triton.jit
-def write_result(
-    sums,  # [M, N] in fp32
-    # The sums of the second half of W if there is a gate.
-    ups,
-    scale,
-    bias,
-    residual,
-    out,
-    m,
-    n,
-    m_size,
-    n_size,
-    ACTIVATION: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """Store a program's block of the result; if PARTS is more than 1, store its sums for `sum_parts`."""
-    if PARTS > 1:
-        out += tl.program_id(2).to(tl.int64) * m_size * n_size
-        store(sums, None, out, m, n, m_size, n_size)
-    else:
-        product = finished(sums, scale, bias, n, n_size, out.dtype.element_ty)
-        if ACTIVATION is not None:
-            up = finished(ups, scale, bias, n + n_size, 2 * n_size, out.dtype.element_ty)
-            product = gate(product, up, ACTIVATION)
-        store(product, residual, out, m, n, m_size, n_size)
-
-
-@triton.jit
-def finished(product, scale, bias, n, n_size, dtype: tl.constexpr):
-    """The sums of a GEMM [M, N] with its scale and bias, rounded as a separate linear layer would round them."""
-    if scale is not None:
-        product *= tl.load(scale + n, mask=n < n_size, other=0.0)[None, :]
-    if bias is not None:
-        product += tl.load(bias + n, mask=n < n_size, other=0.0)[None, :].to(tl.float32)
-    return product.to(dtype)
-
-
-@triton.jit
-def gate(first, up, ACTIVATION: tl.constexpr):
-    """act(first) · up, rounded where the separate layers round."""
-    value = first.to(tl.float32)
-    if ACTIVATION == "silu":
-        value = value / (1.0 + tl.exp(-value))
-    elif ACTIVATION == "gelu":
-        value = 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
-    else:
-        # 0.5 · (1 + tanh(z)) is the logistic function of 2z
-        tl.static_assert(ACTIVATION == "gelu_tanh")
-        value = value / (1.0 + tl.exp(-1.5957691216057308 * (value + 0.044715 * value * value * value)))
-    return (value.to(first.dtype).to(tl.float32) * up.to(tl.float32)).to(first.dtype)
-
-
-@triton.jit
-def store(product, residual, out, m, n, m_size, n_size):
-    at = m[:, None].to(tl.int64) * n_size + n[None, :]
-    real = (m < m_size)[:, None] & (n < n_size)[None, :]
-    if residual is not None:
-        addend = tl.load(residual + at, mask=real, other=0.0).to(tl.float32)
-        product = (product.to(tl.float32) + addend).to(product.dtype)
-    tl.store(out + at, product, mask=real)
 
 
 def _build(

@@ -1,6 +1,7 @@
 """RMSNorm of rows, with or without a residual sum or in another order of columns, and LayerNorm of a residual sum.
 
-A kernel reads its input once; for another order of columns, it reads it again in that order.
+A kernel reads its input once; for another order of columns, it reads it again in that order. All loads come before the
+first sum, because compilers move no load ahead of the barrier of a sum over warps, and few programs hide its latency.
 """
 
 from __future__ import annotations
@@ -43,20 +44,27 @@ def rms_norm_kernel(
     values = tl.load(x + start + column, mask=valid, other=0.0)
     place = row.to(tl.int64) * DIM + column
     if before is not None:
-        values = _weighted(values, _factor(values, before_eps, DIM), before, column, DIM, ONE_PLUS)
+        first_weights = tl.load(before + column, mask=column < DIM, other=0.0)
     if residual is not None:
-        values = (values.to(tl.float32) + tl.load(residual + place, mask=valid, other=0.0).to(tl.float32)).to(
-            values.dtype
-        )
+        addend = tl.load(residual + place, mask=valid, other=0.0)
+    if order is not None:
+        tl.static_assert(residual is None)
+        source = tl.load(order + column, mask=column < DIM, other=0)
+        ordered = tl.load(x + start + source, mask=valid, other=0.0)
+        weights = tl.load(weight + source, mask=column < DIM, other=0.0)
+    elif weight is not None:
+        weights = tl.load(weight + column, mask=column < DIM, other=0.0)
+    if before is not None:
+        values = _weighted(values, _factor(values, before_eps, DIM), first_weights, ONE_PLUS)
+    if residual is not None:
+        values = (values.to(tl.float32) + addend.to(tl.float32)).to(values.dtype)
         tl.store(total + place, values, mask=valid)
     if weight is not None:
         factor = _factor(values, eps, DIM)
         if order is not None:
             # The sum of squares is that of the original order, bit for bit.
-            tl.static_assert(residual is None)
-            column = tl.load(order + column, mask=column < DIM, other=0)
-            values = tl.load(x + start + column, mask=valid, other=0.0)
-        tl.store(out + place, _weighted(values, factor, weight, column, DIM, ONE_PLUS), mask=valid)
+            values = ordered
+        tl.store(out + place, _weighted(values, factor, weights, ONE_PLUS), mask=valid)
 
 
 @triton.jit
@@ -67,15 +75,14 @@ def _factor(values, eps, DIM: tl.constexpr):
 
 
 @triton.jit
-def _weighted(values, factor, weight, column, DIM: tl.constexpr, ONE_PLUS: tl.constexpr):
+def _weighted(values, factor, weights, ONE_PLUS: tl.constexpr):
     """Multiply values by the factor of their row and by the weights of their columns."""
     wide = values.to(tl.float32)
-    weights = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
     if ONE_PLUS:
-        normed = wide * factor * (1.0 + weights)
+        normed = wide * factor * (1.0 + weights.to(tl.float32))
     else:
         # transformers rounds here, and again after the weight
-        normed = (wide * factor).to(values.dtype).to(tl.float32) * weights
+        normed = (wide * factor).to(values.dtype).to(tl.float32) * weights.to(tl.float32)
     return normed.to(values.dtype)
 
 
@@ -100,15 +107,18 @@ def layer_norm_kernel(
     place = row.to(tl.int64) * DIM + column
     values = tl.load(x + place, mask=valid, other=0.0).to(tl.float32)
     values += tl.load(residual + place, mask=valid, other=0.0).to(tl.float32)
+    weights = tl.load(weight + column, mask=column < DIM, other=0.0)
+    if bias is not None:
+        addend = tl.load(bias + column, mask=column < DIM, other=0.0)
     values = values.to(out.dtype.element_ty)
     if total is not None:
         tl.store(total + place, values, mask=valid)
     wide = values.to(tl.float32)
     centred = tl.where(column < DIM, wide - (tl.sum(wide, axis=1) / DIM)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, axis=1) / DIM + eps)[:, None]
-    normed = centred * scale * tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
+    normed = centred * scale * weights.to(tl.float32)
     if bias is not None:
-        normed += tl.load(bias + column, mask=column < DIM, other=0.0).to(tl.float32)
+        normed += addend.to(tl.float32)
     tl.store(out + place, normed.to(out.dtype.element_ty), mask=valid)
 
 

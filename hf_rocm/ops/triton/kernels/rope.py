@@ -62,16 +62,6 @@ def _rotate(
     if ROTATED < DIM:
         column = ROTATED + tl.arange(0, REST)[None, :]
         rest = tl.load(x + head * x_head + column, mask=valid & (column < DIM), other=0.0).to(tl.float32)
-    if weight is not None:
-        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
-        if ROTATED < DIM:
-            squares += tl.sum(rest * rest, 1)
-        scale = tl.rsqrt(squares / DIM + eps)[:, None]
-        weight_a, weight_b = _pairs(weight + nothing, always, PAIRS, ROTATED, INTERLEAVED, 1)
-        a, b = normed(a, scale, weight_a, dtype, ONE_PLUS), normed(b, scale, weight_b, dtype, ONE_PLUS)
-        if ROTATED < DIM:
-            rest_weight = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
-            rest = normed(rest, scale, rest_weight, dtype, ONE_PLUS)
     if ONCE:
         pair = tl.arange(0, PAIRS)[None, :]
         cos_a = tl.load(cos + pair, mask=pair < ROTATED // 2, other=0.0).to(tl.float32)
@@ -80,6 +70,18 @@ def _rotate(
     else:
         cos_a, cos_b = _pairs(cos + nothing, always, PAIRS, ROTATED, INTERLEAVED, 1)
         sin_a, sin_b = _pairs(sin + nothing, always, PAIRS, ROTATED, INTERLEAVED, 1)
+    if weight is not None:
+        # loaded before the sums, as in `rms_norm_kernel`
+        weight_a, weight_b = _pairs(weight + nothing, always, PAIRS, ROTATED, INTERLEAVED, 1)
+        if ROTATED < DIM:
+            rest_weight = tl.load(weight + column, mask=column < DIM, other=0.0).to(tl.float32)
+        squares = tl.sum(a * a, 1) + tl.sum(b * b, 1)
+        if ROTATED < DIM:
+            squares += tl.sum(rest * rest, 1)
+        scale = tl.rsqrt(squares / DIM + eps)[:, None]
+        a, b = normed(a, scale, weight_a, dtype, ONE_PLUS), normed(b, scale, weight_b, dtype, ONE_PLUS)
+        if ROTATED < DIM:
+            rest = normed(rest, scale, rest_weight, dtype, ONE_PLUS)
     rotated_a = (a * cos_a).to(dtype).to(tl.float32) - (b * sin_a).to(dtype).to(tl.float32)
     rotated_b = (b * cos_b).to(dtype).to(tl.float32) + (a * sin_b).to(dtype).to(tl.float32)
     rotated_a = tl.where(shown, rotated_a, float("nan")).to(dtype)

@@ -19,6 +19,13 @@ def normed(values, scale, weight, dtype: tl.constexpr, ONE_PLUS: tl.constexpr):
 
 
 @triton.jit
+def _two(first, second, first_mask, second_mask):
+    """Load two blocks in fp32."""
+    one = tl.load(first, mask=first_mask, other=0.0)
+    return one.to(tl.float32), tl.load(second, mask=second_mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def rotated_rows(
     at,  # [N, 1], the first element of every head
     valid,  # [N, 1]
@@ -31,6 +38,8 @@ def rotated_rows(
     ONE_PLUS: tl.constexpr,
     ONCE: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    # Whether weights and angles are loaded before the sum of the norm, which needs registers.
+    EARLY: tl.constexpr,
 ):
     """Load heads [N, BLOCK_D], normalise them, and rotate halves with the rounding of `rope_kernel`.
 
@@ -47,13 +56,19 @@ def rotated_rows(
     partner = tl.where(first, column + half, column - half)
     x = tl.load(at + column, mask=valid & inside, other=0.0).to(tl.float32)
     y = tl.load(at + partner, mask=valid & is_rotated, other=0.0).to(tl.float32)
+    angle = tl.where(first, column, partner) if ONCE else column
+    if EARLY:
+        # as in `rms_norm_kernel`
+        angle_cos, angle_sin = _two(cos + angle, sin + angle, is_rotated, is_rotated)
+        if weight is not None:
+            weight_x, weight_y = _two(weight + column, weight + partner, inside, is_rotated)
     if weight is not None:
         scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        x = normed(x, scale, tl.load(weight + column, mask=inside, other=0.0).to(tl.float32), dtype, ONE_PLUS)
-        y = normed(y, scale, tl.load(weight + partner, mask=is_rotated, other=0.0).to(tl.float32), dtype, ONE_PLUS)
-    angle = tl.where(first, column, partner) if ONCE else column
-    angle_cos = tl.load(cos + angle, mask=is_rotated, other=0.0).to(tl.float32)
-    angle_sin = tl.load(sin + angle, mask=is_rotated, other=0.0).to(tl.float32)
+        if not EARLY:
+            weight_x, weight_y = _two(weight + column, weight + partner, inside, is_rotated)
+        x, y = normed(x, scale, weight_x, dtype, ONE_PLUS), normed(y, scale, weight_y, dtype, ONE_PLUS)
+    if not EARLY:
+        angle_cos, angle_sin = _two(cos + angle, sin + angle, is_rotated, is_rotated)
     angle_sin = tl.where(first, -angle_sin, angle_sin)
     rotated = (x * angle_cos).to(dtype).to(tl.float32) + (y * angle_sin).to(dtype).to(tl.float32)
     if ROTATED < DIM:

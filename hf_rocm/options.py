@@ -87,7 +87,7 @@ VARIABLES = (
     Variable(
         "HF_ROCM_GRAPHS",
         "unset, 0, 1",
-        "record decode steps and encoder forwards of prepared models as HIP graphs: auto, never, or required",
+        "record prompts, decode steps and encoder forwards of prepared models as HIP graphs: auto, never, or required",
     ),
     Variable(
         "HF_ROCM_GRAPHS_MEMORY",

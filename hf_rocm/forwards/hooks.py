@@ -1,4 +1,4 @@
-"""Record and replay the forward of a prepared model that doesn't generate, and its methods that return features.
+"""Record and replay prompts, the forward of a prepared model that doesn't generate, and its methods for features.
 
 The replacements are set on the class, not on the model, like the methods of recorded steps. Models that are not
 prepared, and subclasses, run the original forward.
@@ -13,8 +13,9 @@ from typing import Any
 from torch import nn
 
 from hf_rocm import patches
-from hf_rocm.forwards import decide
-from hf_rocm.forwards.runner import run
+from hf_rocm.forwards import decide, prompts
+from hf_rocm.forwards.padding import ENCODERS
+from hf_rocm.forwards.runner import NOT_RUN, Kind, run
 from hf_rocm.forwards.state import SETTINGS, refusal, release, state_of
 from hf_rocm.generation.methods import put_before, take_away
 from hf_rocm.ops.custom_op import compiling
@@ -23,10 +24,10 @@ from hf_rocm.overlay.replacements import origin
 
 
 def switch_on(model: nn.Module, wanted: Switch) -> dict[str, str | None]:
-    """Record the forwards of this prepared model, or of the models inside it that don't generate.
+    """Record the prompts of this prepared model if it generates, and the forwards of models in it that don't.
 
-    Returns a dict from the name of every such model (`""` for the model itself) to the reason why its forwards are not
-    recorded, or to None if they are.
+    Returns a dict from the name of every such model (`""` for the model itself) to the reason why its prompts or
+    forwards are not recorded, or to None if they are.
     Raises `GraphError` if graphs are required for the model itself and it can't be recorded.
     """
     switch_off(model)
@@ -40,6 +41,13 @@ def switch_on(model: nn.Module, wanted: Switch) -> dict[str, str | None]:
             encoder.__dict__[SETTINGS] = {"required": required}
         elif required:
             raise refusal(type(encoder).__name__, reason)
+    found = prompts.generator_in(model)
+    if found is not None:
+        name, generator = found
+        reasons[name] = reason = decide.refuses_model(generator, wanted)
+        if reason is None:
+            put_before(generator, {"forward": prompts.forward}, SETTINGS)
+            generator.__dict__[SETTINGS] = {"required": False}
     return reasons
 
 
@@ -66,7 +74,8 @@ def _run(name: str, self: Any, stock: Callable[..., Any], *args: Any, **kwargs: 
     if state.disabled is not None:
         state.turned_away[state.disabled] += 1
         return stock(*args, **kwargs)
-    return run(self, state, stock, args, kwargs, method=name)
+    output = run(self, state, stock, args, kwargs, Kind(name, ENCODERS if name == "forward" else None))
+    return stock(*args, **kwargs) if output is NOT_RUN else output
 
 
 _METHODS = {name: partial(_run, name) for name in ("forward", "get_image_features", "get_text_features")}

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,30 +33,52 @@ _LONG = 256
 _TOKENS = {"attention_mask": 0, "token_type_ids": 0, "position_ids": 0}
 _FLAGS = ("return_dict", "output_hidden_states", "output_attentions")
 
-# The largest allowed difference between a padded and an unpadded forward, as a root mean square, in rounding steps of
-# the outputs' magnitude (at least 1), for a model with one layer. The limit grows with the square root of the number of
-# layers, because their rounding errors add up like independent errors.
-_ROUNDINGS = 4
+
+class Padding(NamedTuple):
+    """How calls of one kind of model are padded.
+
+    refuses_model(model): why its calls are not padded in its current state, or None. pad(model, stock, args, kwargs):
+    the padded form of a call, or None if the call is not padded. roundings: the largest allowed difference between a
+    padded and an unpadded forward, as a root mean square, in rounding steps of an output's magnitude (the same mean,
+    but at least `least`), for a model with one layer. The limit grows with the square root of the number of layers,
+    because their rounding errors add up like independent errors.
+    """
+
+    refuses_model: Callable[[Any], str | None]
+    pad: Callable[[Any, Callable[..., Any], Sequence[Any], Mapping[str, Any]], Padded | None]
+    roundings: int
+    least: float
+
+    def differs(self, model: Any, padded: Sequence[Tensor], whole: Sequence[Tensor]) -> str | None:
+        """Return why the results of a padded and an unpadded forward differ by more than rounding, or None."""
+        layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1))
+        for one, other in zip(padded, whole, strict=True):
+            if not other.is_floating_point():
+                if not torch.equal(one, other):
+                    return "a padded forward and the unpadded one returned different integers"
+                continue
+            difference = float((one.float() - other.float()).square().mean().sqrt())
+            magnitude = max(self.least, float(other.float().square().mean().sqrt()))
+            allowed = self.roundings * torch.finfo(other.dtype).eps * math.sqrt(layers) * magnitude
+            if not difference <= allowed:
+                return (
+                    f"a padded forward differed from the unpadded one by {difference:.3g}; "
+                    f"rounding explains at most {allowed:.3g}"
+                )
+        return None
 
 
 class Padded(NamedTuple):
-    """A padded call. arguments: all arguments of the padded forward, by name."""
+    """A padded call.
+
+    arguments: all arguments of the padded forward, by name. holds(): whether the values of the arguments allow this
+    form; it waits for the device.
+    """
 
     length: int
     bucket: int
     arguments: dict[str, Any]
-
-    def every_position_attends(self, window: int | None) -> bool:
-        """Return whether every position can attend to an unmasked token. Reading the result waits for the device.
-
-        The result of attention without a visible key depends on the length. window: see `window_of`.
-        """
-        mask = self.arguments["attention_mask"][:, : self.length] > 0
-        seen = mask.any(-1)
-        if window is not None:
-            near = functional.max_pool1d(mask[:, None].float(), 2 * window + 1, stride=1, padding=window)
-            seen = seen & (near > 0).all(-1)[:, 0]
-        return bool(seen.all())
+    holds: Callable[[], bool]
 
     def cuts(self, whole: Outputs, padded: Outputs) -> list[tuple[int, ...]]:
         """Return, for every tensor of the padded output, the dimensions to cut to the call's length.
@@ -140,26 +162,25 @@ def pad(model: Any, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
             result[name] = _extended(value, bucket, _TOKENS[name])
         elif value is not None and not (name in _FLAGS and isinstance(value, bool)):
             return None
-    return Padded(length, bucket, result)
+    seen = partial(_every_position_attends, result["attention_mask"][:, :length], window_of(model))
+    return Padded(length, bucket, result, seen)
 
 
-def differs(model: Any, padded: Sequence[Tensor], whole: Sequence[Tensor]) -> str | None:
-    """Return why the results of a padded and an unpadded forward differ by more than rounding, or None."""
-    layers = int(getattr(model.config, "num_hidden_layers", 1))
-    for one, other in zip(padded, whole, strict=True):
-        if not other.is_floating_point():
-            if not torch.equal(one, other):
-                return "a padded forward and the unpadded one returned different integers"
-            continue
-        difference = float((one.float() - other.float()).square().mean().sqrt())
-        magnitude = max(1.0, float(other.float().square().mean().sqrt()))
-        allowed = _ROUNDINGS * torch.finfo(other.dtype).eps * math.sqrt(layers) * magnitude
-        if not difference <= allowed:
-            return (
-                f"a padded forward differed from the unpadded one by {difference:.3g}; "
-                f"rounding explains at most {allowed:.3g}"
-            )
-    return None
+def _every_position_attends(mask: Tensor, window: int | None) -> bool:
+    """Return whether every position can attend to an unmasked token.
+
+    The result of attention without a visible key depends on the length. mask: [B, S]. window: see `window_of`.
+    """
+    mask = mask > 0
+    seen = mask.any(-1)
+    if window is not None:
+        near = functional.max_pool1d(mask[:, None].float(), 2 * window + 1, stride=1, padding=window)
+        seen = seen & (near > 0).all(-1)[:, 0]
+    return bool(seen.all())
+
+
+# How encoders are padded.
+ENCODERS = Padding(refuses_model, pad, roundings=4, least=1.0)
 
 
 @lru_cache(maxsize=64)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -46,12 +47,66 @@ def _random_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
+class Arena:
+    """Memory for outputs that are valid only until the next replay, shared by the recordings of one model.
+
+    The lengths of prompts differ, so a buffer has a power of two of elements. It is freed with its last recording.
+    last: the stream of the last recording or replay, which may still read the buffers, or None.
+    """
+
+    def __init__(self) -> None:
+        self.last: Any = None
+        self._buffers: WeakValueDictionary[Hashable, _Buffer] = WeakValueDictionary()
+
+    def like(self, index: int, tensor: Tensor) -> tuple[Tensor, _Buffer]:
+        """Return dense memory for output number `index` with the shape and dtype of this tensor, and its buffer."""
+        elements = 1 << max(0, tensor.numel() - 1).bit_length()
+        key = index, elements, tensor.dtype, tensor.device
+        buffer = self._buffers.get(key)
+        if buffer is None:
+            buffer = self._buffers[key] = _Buffer(tensor.new_empty(elements))
+        return buffer.tensor[: tensor.numel()].view(tensor.shape), buffer
+
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.tensor.nbytes for buffer in self._buffers.values())
+
+    def enter_stream(self, device: torch.device) -> None:
+        """Make the current stream wait for the work that uses the buffers so far, and use them from now on."""
+        if device.type == "cuda":
+            stream = torch.cuda.current_stream(device)
+            if self.last is not None and self.last != stream:
+                stream.wait_stream(self.last)
+            self.last = stream
+
+
+class _Buffer:
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 class RecordedForward(Recorded):
-    """A recorded forward; see `Recorded`. run: runs the forward on given inputs. observed: an uncaptured run."""
+    """A recorded forward; see `Recorded`.
+
+    run: runs the forward on given inputs. observed: an uncaptured run. owned: see `runner.Kind`. arena: the memory of
+    the other outputs.
+    """
 
     def __init__(
-        self, recorder: Recorder, inputs: Inputs, run: Run, observed: Observed, weights: Sequence[Tensor]
+        self,
+        recorder: Recorder,
+        inputs: Inputs,
+        run: Run,
+        observed: Observed,
+        weights: Sequence[Tensor],
+        *,
+        arena: Arena,
+        owned: str | None = None,
     ) -> None:
+        if owned is not None:
+            self.watched = len(Outputs(observed.output[owned], inputs.tensors, weights).tensors)
+        self._arena = arena
+        self._buffers: list[_Buffer] = []
         outputs = Outputs(observed.output, inputs.tensors, weights)
         if not outputs.tensors:
             raise Unrecordable("it returns no tensor")
@@ -62,29 +117,41 @@ class RecordedForward(Recorded):
             values.finish()
             return Outputs(output, buffers, weights).tensors
 
+        arena.enter_stream(outputs.tensors[0].device)
         super().__init__(recorder, inputs, tensors, outputs.tensors)
         self._weights = weights
         self._build = outputs.build
         # The cuts of a padded call; see `padding.Padded.cuts`.
         self.cuts: Sequence[tuple[int, ...]] | None = None
-        # The stream of the last replay.
-        self._last: Any = None
+
+    def _empty_like(self, like: Sequence[Tensor]) -> list[Tensor]:
+        owned = super()._empty_like(like[: self.watched])
+        shared = [self._arena.like(len(owned) + index, tensor) for index, tensor in enumerate(like[len(owned) :])]
+        self._buffers = [buffer for _, buffer in shared]
+        return owned + [tensor for tensor, _ in shared]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the inputs and the owned outputs. `Arena.nbytes` is that of the other outputs."""
+        return sum(tensor.nbytes for tensor in (*self._inputs, *self.tensors[: self.watched]))
+
+    @property
+    def shared_nbytes(self) -> int:
+        """The size of the buffers of the arena that this recording uses."""
+        return sum(buffer.tensor.nbytes for buffer in self._buffers)
 
     def copies(self, inputs: Sequence[Tensor], padded: Padded | None = None) -> list[Tensor]:
-        """Replay with these inputs. Returns copies of the output's tensors, which no later replay changes.
+        """Replay with these inputs. Returns the tensors of the output; no later replay changes the owned ones.
 
         padded: the padded form of the call, if any; the padding is then cut off.
         """
-        if self.tensors[0].is_cuda:
-            stream = torch.cuda.current_stream(self.tensors[0].device)
-            if self._last is not None and self._last != stream:
-                stream.wait_stream(self._last)
-            self._last = stream
+        self._arena.enter_stream(self.tensors[0].device)
         self.replay(inputs)
         tensors: Sequence[Tensor] = self.tensors
         if padded is not None and self.cuts is not None:
             tensors = padded.cut(tensors, self.cuts)
-        return [tensor.clone() for tensor in tensors]
+        owned = tensors[: self.watched]
+        return [tensor.clone() for tensor in owned] + [*tensors[len(owned) :]]
 
     def output(self, tensors: Sequence[Tensor], inputs: Sequence[Tensor]) -> Any:
         """Build the output of the forward with these tensors."""
@@ -111,8 +178,8 @@ class RecordedForward(Recorded):
 
     def wait(self) -> None:
         """Wait for the last replay, so that its memory can be freed."""
-        if self._last is not None:
-            self._last.synchronize()
+        if self._arena.last is not None:
+            self._arena.last.synchronize()
 
 
 class Compared(NamedTuple):

@@ -1,7 +1,7 @@
 """One call of a model's forward: uncaptured at first, recorded when its shape occurs again, then replayed.
 
 The second call with the same shapes, flags and host reads is observed and recorded, and the third is the first to be
-replayed. Calls of encoders that differ only in length are padded and share a recording; see `padding`.
+replayed. Calls of encoders, and prompts, that differ only in length are padded and share a recording; see `padding`.
 `generation.schedule` decides which replays are compared with an uncaptured forward. The kernels of a replay are queued
 before the model's state is compared, so that the host compares it while the device computes. A replay writes only to
 the memory of recordings, and its results are dropped if the state differs.
@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_rocm.forwards import decide, padding
+from hf_rocm.forwards import decide
 from hf_rocm.forwards.ahead import NOTHING_LATER, before_replay
 from hf_rocm.forwards.outputs import Outputs
-from hf_rocm.forwards.padding import Padded
+from hf_rocm.forwards.padding import Padded, Padding
 from hf_rocm.forwards.recorded import RecordedForward, observe
 from hf_rocm.forwards.snapshot import Snapshot
 from hf_rocm.forwards.state import Path, State
@@ -30,38 +30,50 @@ from hf_rocm.generation.step import Inputs, Unrecordable, first_line, put_togeth
 
 _log = logging.getLogger("hf_rocm")
 
-_NOT_REPLAYED: Any = object()
+# What `run` returns if it has run nothing.
+NOT_RUN: Any = object()
+
+
+class Kind(NamedTuple):
+    """A kind of call, whose recordings are separate.
+
+    key: distinguishes it from the model's other kinds. pads: how its calls are padded; None: not at all. owned: the
+    first key of the output, whose tensors are copied for the caller, and raise the alarm if they are not finite; None:
+    all tensors are. The others are valid until the next replay. finish(output): copies them and returns the final
+    output, in the call's stream and before any other call is replayed; it may be called more than once. None: the
+    output is final.
+    """
+
+    key: Hashable
+    pads: Padding | None = None
+    owned: str | None = None
+    finish: Callable[[Any], Any] | None = None
 
 
 def run(
-    model: Any,
-    state: State,
-    stock: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    method: str = "forward",
+    model: Any, state: State, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], kind: Kind
 ) -> Any:
     """Run or replay one call of a method, whose stock implementation is `stock`.
 
-    Returns what `stock(*args, **kwargs)` would return, in tensors that the caller owns.
+    Returns what `stock(*args, **kwargs)` would return, in tensors that the caller owns, after `kind.finish`; or
+    `NOT_RUN` if the caller must run it.
     """
     reason = decide.refuses_call(model, state.device)
     if reason is not None:
         state.turn_away(reason)
-        return stock(*args, **kwargs)
+        return NOT_RUN
     with state.lock:
-        output = _recorded(model, state, _UserCall(method, stock, args, kwargs))
-    return stock(*args, **kwargs) if output is _NOT_REPLAYED else output
+        output = _recorded(model, state, _UserCall(stock, args, kwargs, kind))
+        return output if output is NOT_RUN or kind.finish is None else kind.finish(output)
 
 
 class _UserCall(NamedTuple):
-    """A call as the user made it. method: the name of the called method."""
+    """A call as the user made it; the fields are arguments of `run`."""
 
-    method: str
     stock: Callable[..., Any]
     positional: Sequence[Any]
     named: Mapping[str, Any]
+    kind: Kind
 
     def __call__(self) -> Any:
         return self.stock(*self.positional, **self.named)
@@ -99,10 +111,10 @@ class _Lookup(NamedTuple):
 
 
 def _recorded(model: Any, state: State, user_call: _UserCall) -> Any:
-    """Return the output, or `_NOT_REPLAYED` if the stock method must run."""
+    """Return the output, or `NOT_RUN`."""
     if state.disabled is not None:
         # Another thread disabled recording while this one waited.
-        return _NOT_REPLAYED
+        return NOT_RUN
     snapshot = state.snapshots[-1] if state.snapshots else None
     if snapshot is None or not snapshot.in_place():
         snapshot = _begin(model, state)
@@ -129,14 +141,14 @@ def _recorded(model: Any, state: State, user_call: _UserCall) -> Any:
                 state.turn_away(reason)
             elif state.seen(key, path) or call.padded is not None:
                 return _record(model, state, snapshot, key, path, call)
-            return _NOT_REPLAYED
+            return NOT_RUN
         state.unsettled = 0
         if copies is None:
             return _compare(model, state, key, path, recording, call)
         recording.schedule.count()
         state.replayed += 1
         return recording.output(copies, call.inputs.tensors)
-    return _NOT_REPLAYED
+    return NOT_RUN
 
 
 def _call(state: State, user_call: _UserCall, padded: Padded | None = None) -> _Call:
@@ -160,7 +172,7 @@ def _find(state: State, snapshot: Snapshot, call: _Call) -> _Lookup:
     """
     reason = state.refused.get(snapshot.number, call.reason)
     form: Hashable = call.inputs.key if call.padded is None else ("padded", call.inputs.key)
-    key = (snapshot.number, decide.surroundings(), call.user_call.method, form)
+    key = (snapshot.number, decide.surroundings(), call.user_call.kind.key, form)
     if reason is not None:
         return _Lookup(call, key, (), None, reason)
     likely = state.likely(key)
@@ -174,11 +186,12 @@ def _find(state: State, snapshot: Snapshot, call: _Call) -> _Lookup:
 def _find_padded(model: Any, state: State, snapshot: Snapshot, user_call: _UserCall) -> _Lookup | None:
     """Find the recording of a call's padded form, or return None if the call is not padded.
 
-    A call is padded only if calls of several lengths share that form, and if every position attends to a token.
+    A call is padded only if calls of several lengths share that form, and if the values of its arguments allow it.
     """
-    if user_call.method != "forward" or state.refuses_padding(model, snapshot) is not None:
+    pads = user_call.kind.pads
+    if pads is None or state.refuses_padding(model, snapshot, pads) is not None:
         return None
-    padded = padding.pad(model, user_call.stock, user_call.positional, user_call.named)
+    padded = pads.pad(model, user_call.stock, user_call.positional, user_call.named)
     if padded is None:
         return None
     prior = _find(state, snapshot, _call(state, user_call, padded))
@@ -187,7 +200,7 @@ def _find_padded(model: Any, state: State, snapshot: Snapshot, user_call: _UserC
     if prior.recording is None and not state.lengths_differ(prior.key, padded.length):
         return None
     with prior.before:
-        return prior if padded.every_position_attends(padding.window_of(model)) else None
+        return prior if padded.holds() else None
 
 
 # The largest number of model states that are examined in one call, in case another thread keeps changing the model.
@@ -220,18 +233,33 @@ def _begin(model: Any, state: State) -> Snapshot:
 
 def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: Path, call: _Call) -> Any:
     """Run and observe the call, then record it. The next call of this shape is the first to be replayed."""
-    observed = observe(call.forward, call.inputs, snapshot.tensors)
+    try:
+        observed = observe(call.forward, call.inputs, snapshot.tensors)
+    except Unrecordable as error:
+        state.failed(key, path, str(error))
+        state.turn_away(str(error))
+        return NOT_RUN
+    except Exception:  # noqa: BLE001  the caller runs the call again, which raises the user's error
+        return NOT_RUN
     output = observed.output if call.padded is None else call.user_call()
     if not snapshot.unchanged(model):
         # The call has stored something in the model that the next call may use.
         _begin(model, state)
         return output
-    reason = observed.reason
+    reason, kind = observed.reason, call.user_call.kind
     if reason is None:
         before = _reserved(state.device)
         try:
             cuts = None if call.padded is None else _cuts(call.padded, snapshot.tensors, observed.output, output)
-            recording = RecordedForward(state.recorder(), call.inputs, call.forward, observed, snapshot.tensors)
+            recording = RecordedForward(
+                state.recorder(),
+                call.inputs,
+                call.forward,
+                observed,
+                snapshot.tensors,
+                arena=state.arena,
+                owned=kind.owned,
+            )
         except Unrecordable as error:
             reason = str(error)
         except Exception as error:  # noqa: BLE001  the forward itself has just succeeded, so its recording failed
@@ -267,10 +295,11 @@ def _padding_agrees(
 
     Returns True for calls that are not padded. earlier: the number of results since the last comparison.
     """
-    if call.padded is None or recording.cuts is None:
+    pads = call.user_call.kind.pads
+    if call.padded is None or pads is None or recording.cuts is None:
         return True
     tensors = call.padded.cut(Outputs(padded_output, (), ()).tensors, recording.cuts)
-    reason = padding.differs(model, tensors, Outputs(unpadded_output, (), ()).tensors)
+    reason = pads.differs(model, tensors, Outputs(unpadded_output, (), ()).tensors)
     if reason is not None:
         state.stop_padding(f"{reason}; up to {earlier} earlier results may differ as much" if earlier else reason)
     return reason is None
@@ -284,12 +313,10 @@ def _compare(model: Any, state: State, key: Hashable, path: Path, recording: Rec
     """
     compared = recording.compare(call.forward, call.inputs)
     schedule = recording.schedule
-    slower = False
-    if call.padded is None:
-        output = compared.output
-    elif schedule.comparisons == _TIMED and _is_timed(state.device):
-        output, slower = _against_unpadded(state.device, recording, call)
-    else:
+    output, slower = compared.output, False
+    if schedule.comparisons == _TIMED and _is_timed(state.device):
+        output, slower = _against_uncaptured(state.device, recording, call)
+    elif call.padded is not None:
         output = call.user_call()
     if compared.agrees:
         if recording.alarm.triggered():
@@ -301,8 +328,8 @@ def _compare(model: Any, state: State, key: Hashable, path: Path, recording: Rec
             state.replayed += 1
             state.compared += 1
         schedule.agreed()
-        if slower and call.padded is not None:
-            state.stop_padding_to(call.padded.bucket, key, path)
+        if slower:
+            state.drop_slower(key, path, None if call.padded is None else call.padded.bucket)
         return output
     reason = f"a replayed forward differed from the forward itself by up to {compared.difference:.3g}"
     if schedule.since:
@@ -318,7 +345,7 @@ def _compare(model: Any, state: State, key: Hashable, path: Path, recording: Rec
     return output
 
 
-# A padded call is timed in the comparison that follows this number of comparisons: all of its kernels have run by then.
+# A replay is timed in the comparison that follows this number of comparisons: all kernels have run by then.
 _TIMED = 2
 
 
@@ -326,14 +353,20 @@ def _is_timed(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _against_unpadded(device: torch.device, recording: RecordedForward, call: _Call) -> tuple[Any, bool]:
-    """Return the output of the unpadded call, and whether the replay of its padded form takes longer.
+def _against_uncaptured(device: torch.device, recording: RecordedForward, call: _Call) -> tuple[Any, bool]:
+    """Return the output of the uncaptured, unpadded call, and whether a replay takes longer.
 
-    If the GPU takes longer to run the unpadded call than the host takes to launch it, padding only adds work.
+    If the GPU takes longer to run the call than the host takes to launch it, padding and copies only add work.
     """
-    output, unpadded = _timed(device, lambda: call.user_call())
-    replays = [_timed(device, lambda: recording.copies(call.inputs.tensors, call.padded))[1] for _ in range(2)]
-    return output, min(replays) > unpadded
+
+    def replay() -> None:
+        inputs, finish = call.inputs.tensors, call.user_call.kind.finish
+        output = recording.output(recording.copies(inputs, call.padded), inputs)
+        if finish is not None:
+            finish(output)
+
+    output, uncaptured = _timed(device, lambda: call.user_call())
+    return output, min(_timed(device, replay)[1] for _ in range(2)) > uncaptured
 
 
 def _timed(device: torch.device, run: Callable[[], Any]) -> tuple[Any, float]:

@@ -16,9 +16,9 @@ from hf_rocm import options
 from hf_rocm.budget import in_bytes
 from hf_rocm.device import total_memory
 from hf_rocm.errors import GraphError
-from hf_rocm.forwards import padding
 from hf_rocm.forwards.host_reads import Program, Read
-from hf_rocm.forwards.recorded import RecordedForward
+from hf_rocm.forwards.padding import Padding
+from hf_rocm.forwards.recorded import Arena, RecordedForward
 from hf_rocm.forwards.snapshot import Snapshot
 from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.recorder import Recorder
@@ -79,8 +79,9 @@ class State:
         self.padded: Counter[int] = Counter()
         # Why padding has stopped.
         self.unpadded: str | None = None
-        # Length → the number of kinds of calls that take longer if padded to it.
-        self.slower: Counter[int] = Counter()
+        # Length → the number of kinds of calls that take longer if padded to it. None: those that are not padded, and
+        # take longer if replayed.
+        self.slower: Counter[int | None] = Counter()
         # At most `_SNAPSHOTS` snapshots, all with the same weights; the last one is the current one.
         self.snapshots: list[Snapshot] = []
         # snapshot's number → why nothing is recorded in this state.
@@ -98,6 +99,7 @@ class State:
         self.unsettled = 0
         self._failures = 0
         self._recorder: Recorder | None = None
+        self.arena = Arena()
 
     def turn_away(self, reason: str) -> None:
         """Count a call that runs uncaptured."""
@@ -117,17 +119,17 @@ class State:
         self.clear()
         _log.warning("%s: calls are not padded from now on: %s", self.name, reason)
 
-    def stop_padding_to(self, length: int, key: Hashable, path: Path) -> None:
-        """Stop padding calls of this kind to this length, and free their recording."""
+    def drop_slower(self, key: Hashable, path: Path, length: int | None) -> None:
+        """Free a recording whose replay takes longer than the forward. length: that of the padded calls, or None."""
         self.slower[length] += 1
         self._drop((key, path))
-        place = (key, path if key in self._roots else ())
-        self._seen[place] = f"padding to {length} tokens takes longer than the unpadded forward"
+        what = "a replay" if length is None else f"padding to {length} tokens"
+        self._seen[key, path if key in self._roots else ()] = f"{what} takes longer than the uncaptured forward"
 
-    def refuses_padding(self, model: Any, snapshot: Snapshot) -> str | None:
+    def refuses_padding(self, model: Any, snapshot: Snapshot, pads: Padding) -> str | None:
         """Return why the calls of this model are not padded in this state, or None."""
         if snapshot.number not in self._paddable:
-            self._paddable[snapshot.number] = padding.refuses_model(model)
+            self._paddable[snapshot.number] = pads.refuses_model(model)
         return self.unpadded or self._paddable[snapshot.number]
 
     def lengths_differ(self, key: Hashable, length: int) -> bool:
@@ -224,8 +226,9 @@ class State:
         size = recording.nbytes + grown
         text = options.current().graphs_memory
         bound = in_bytes(text, total_memory(self.device), source="HF_ROCM_GRAPHS_MEMORY=")
-        if size > bound:
-            return f"its recording needs {size / 2**20:.0f} MiB, more than HF_ROCM_GRAPHS_MEMORY={text} allows"
+        alone = size + recording.shared_nbytes
+        if alone > bound:
+            return f"its recording needs {alone / 2**20:.0f} MiB, more than HF_ROCM_GRAPHS_MEMORY={text} allows"
         self._failures = 0
         self.recorded += 1
         path: Path = ()
@@ -239,7 +242,7 @@ class State:
             path += (read.value,)
         branches[place] = recording
         self._recordings[key, path] = (recording, size)
-        while len(self._recordings) > MOST or sum(size for _, size in self._recordings.values()) > bound:
+        while len(self._recordings) > MOST or self.summary()[1] > bound:
             self._drop(next(iter(self._recordings)))
         return None
 
@@ -278,7 +281,8 @@ class State:
     def summary(self) -> tuple[int, int]:
         """Return the number of recordings and their size in bytes."""
         with self.lock:
-            return len(self._recordings), sum(size for _, size in self._recordings.values())
+            own = sum(size for _, size in self._recordings.values())
+            return len(self._recordings), own + self.arena.nbytes
 
     def latest_recording(self) -> RecordedForward | None:
         """Return the most recently used recording that was compared, or None."""

@@ -57,6 +57,8 @@ class DecodeCache(LayerCache):
         self.choice: Any = None
         # The `UserCache` that this cache represents, or None.
         self.user: Any = None
+        # Whether the prompt may be replayed; see forwards/prompts.py.
+        self.replays_prompt = True
         # Whether transformers' loop drops the extra step of the late stop check.
         self._is_user_defined = False
         # The number of tokens that were copied from the user's cache.
@@ -201,7 +203,7 @@ class DecodeCache(LayerCache):
     def fresh(self) -> DecodeCache:
         """A new cache for the same call, in the state before its first step."""
         cache = type(self)(self.windows, capacity=self.target, limit=self.limit)
-        cache.drafts = self.drafts
+        cache.drafts, cache.replays_prompt = self.drafts, False
         if self.user is not None:
             self.user.load(cache)
         return cache
@@ -350,7 +352,7 @@ class DecodeCache(LayerCache):
             layer.forget()
         self._placed = -1, 1
         self._end = 0
-        self.drafts, self.ahead, self.uses = None, 0, self.uses + 1
+        self.drafts, self.ahead, self.uses, self.replays_prompt = None, 0, self.uses + 1, True
         self.stand_for(None)
 
     def crop(self, tokens: int) -> None:
@@ -379,19 +381,16 @@ class DecodeCache(LayerCache):
         reorder(self.rows_of_beams(), beam_idx) if recorded is None else recorded(beam_idx)
         self._settled = self.length
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._select(indices)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         first = self.attending[0].keys
-        self._select(torch.arange(len(first), device=first.device).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(len(first), device=first.device).repeat_interleave(repeats))
 
-    def _select(self, rows: Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         self.recordings.clear()
         for layer in self.attending:
             if layer.keys is not None and layer.values is not None:
-                layer.keys = layer.keys.index_select(0, rows.to(layer.keys.device))
-                layer.values = layer.values.index_select(0, rows.to(layer.values.device))
+                layer.keys = layer.keys.index_select(0, indices.to(layer.keys.device))
+                layer.values = layer.values.index_select(0, indices.to(layer.values.device))
 
     @property
     def is_compileable(self) -> bool:

@@ -110,10 +110,10 @@ class HybridDecodeCache(DecodeCache):
     def rows_of_beams(self, *, rounded: bool = False) -> list[Tensor]:
         return [*super().rows_of_beams(rounded=rounded), *self._states.values()]
 
-    def _select(self, rows: Tensor) -> None:
-        super()._select(rows)
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
         for (index, name), state in self._states.items():
-            self._states[index, name] = state.index_select(0, rows.to(state.device))
+            self._states[index, name] = state.index_select(0, indices.to(state.device))
             getattr(self.layers[index], name)[0] = self._states[index, name]
 
     @property

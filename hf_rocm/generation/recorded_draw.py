@@ -39,7 +39,7 @@ class RecordedDraw(Recorded):
     """
 
     # The alarm of the recorded step already detects logits that are not finite.
-    alarms = False
+    watched = 0
 
     def __init__(self, recorder: Recorder, step: RecordedStep, processors: Processors) -> None:
         logits = step.last_logits

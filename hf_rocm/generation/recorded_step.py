@@ -29,8 +29,8 @@ class Recorded:
     shapes and dtypes of these outputs.
     """
 
-    # Whether outputs that are not finite raise the alarm.
-    alarms = True
+    # How many outputs, from the first, raise the alarm if they are not finite; None: all.
+    watched: int | None = None
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Recorded:
         # Inference tensors can't be written outside inference mode.
         with torch.inference_mode(False), torch.no_grad():
             buffers = [tensor if resident(tensor) else tensor.clone() for tensor in inputs.tensors]
-            self.tensors = [torch.empty_like(tensor) for tensor in like]
+            self.tensors = self._empty_like(like)
             self.alarm = Alarm((*buffers, *like)[0].device)
             self._warm_up(like)
 
@@ -55,6 +55,10 @@ class Recorded:
         # One route for every operation and tier.
         self.routes = {(route.operation, route.tier): route for route in routes}.values()
 
+    def _empty_like(self, like: Sequence[Tensor]) -> list[Tensor]:
+        """The memory of the outputs. like: as in `__init__`."""
+        return [torch.empty_like(tensor) for tensor in like]
+
     def _warm_up(self, like: Sequence[Tensor]) -> None:
         """Called before the recording. like: as in `__init__`; for a `RecordedStep`, an uncaptured run's outputs."""
 
@@ -65,8 +69,7 @@ class Recorded:
     def _copy(self, destinations: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
         for destination, tensor in zip(destinations, outputs, strict=True):
             destination.copy_(tensor)
-        if self.alarms:
-            self.alarm.watch(destinations)
+        self.alarm.watch(destinations[: self.watched])
 
     @property
     def proved(self) -> bool:

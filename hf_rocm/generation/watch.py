@@ -54,7 +54,7 @@ def watches_of(model: nn.Module) -> Watches:
 
     Returns the same object as long as no function is replaced, and the classes and the config's strings stay the same.
     """
-    key = frozenset(map(type, modules_of(model))), frozenset(_strings(getattr(model, "config", None), ""))
+    key = frozenset(map(type, modules_of(model))), frozenset(strings_of(getattr(model, "config", None)))
     last = _last.get(model)
     if last is None or last[0] != key or not last[1].call.holds():
         call = Watch(_references(*key), accept_foreign=True)
@@ -151,17 +151,17 @@ def masks_replaced(model: Any) -> str | None:
     return None if watch.unchanged() else watch.difference()
 
 
-def _strings(config: Any, name: str) -> Iterator[tuple[str, str]]:
+def strings_of(config: Any, name: str = "") -> Iterator[tuple[str, str]]:
     """Yield every string among the values of a config and of its nested configs, with its name."""
     if isinstance(config, str):
         yield name, config
     elif isinstance(config, (list, tuple)):
         for value in config:
-            yield from _strings(value, name)
+            yield from strings_of(value, name)
     else:
         inner = config if isinstance(config, dict) else getattr(config, "__dict__", {})
         for name, value in inner.items():
-            yield from _strings(value, str(name))
+            yield from strings_of(value, str(name))
 
 
 _mask_functions: dict[str, Watch] = {}

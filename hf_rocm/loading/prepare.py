@@ -61,8 +61,9 @@ def prepare(
     none.
     quantize: `fp8`, `int8`, `int4`, `int4-g64`, `int4-g32` or `mxfp4` (see `hf_rocm.quantize`); None leaves the weights
     as they are.
-    graphs: whether to record the decode steps of `generate`, and the forwards of other models: False never, True always
-    (raises an error if one can't be recorded); None uses the model's earlier setting, else `HF_ROCM_GRAPHS`.
+    graphs: whether to record the prompts and decode steps of `generate`, and the forwards of other models: False never,
+    True always (raises an error if a step or such a forward can't be recorded); None uses the model's earlier setting,
+    else `HF_ROCM_GRAPHS`.
 
     Returns the same model. `hf_rocm.explain(model)` lists what was fused, shuffled, recorded or left stock, and why.
     Raises `OptionError` on an invalid argument, `GraphError` if graphs are required for a model that does not support

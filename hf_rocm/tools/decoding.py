@@ -25,13 +25,22 @@ def by_tier(served: Iterable[Served]) -> str:
     return "; ".join(f"{', '.join(operations)} by {tier}" for tier, operations in tiers.items())
 
 
+def why_uncaptured(model: Any) -> str | None:
+    """Return why the steps of a generating model run uncaptured, or None if nothing prevents recording them."""
+    from hf_rocm.generation.decide import refuses_device, refuses_model
+    from hf_rocm.generation.state import known
+
+    state = known(model)
+    return (None if state is None else state.disabled) or refuses_model(model) or refuses_device(model)
+
+
 def decoding(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
     """Return sentences about the model's `generate`; none if the model is not prepared or doesn't generate."""
     graphs = report.get("graphs")
     if graphs is None or not hasattr(model, "generate"):
         return ()
     from hf_rocm.generation import continuous_batching, suspects
-    from hf_rocm.generation.decide import generator_of, refuses_device, refuses_model
+    from hf_rocm.generation.decide import generator_of
 
     model = generator_of(model)
     batches = continuous_batching.attention_of(model), continuous_batching.describe(model)
@@ -44,7 +53,7 @@ def decoding(model: nn.Module, report: dict[str, Any]) -> tuple[str, ...]:
 
     state = known(model)
     required = state is not None and state.required
-    reason = (state.disabled if state is not None else None) or refuses_model(model) or refuses_device(model)
+    reason = why_uncaptured(model)
     fault = None if reason is not None else suspects.fault_of(model.device)
     reason = reason or suspects.refuses(model.device, required=required)
     lines = ["steps are recorded and replayed" if reason is None else f"steps run uncaptured: {reason}"]

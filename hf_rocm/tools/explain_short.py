@@ -47,7 +47,7 @@ _REASONS = 6
 _STOCK = 6
 
 # matches lines on uncaptured steps and forwards; the groups are the name of a submodel, if any, and the reason
-_UNCAPTURED = re.compile(r"(?:([\w.]+): )?(?:(?:steps|forwards) run )?uncaptured(?: × \d+)?: (.*)")
+_UNCAPTURED = re.compile(r"(?:([\w.]+): )?(?:(?:steps|prompts|forwards) run )?uncaptured(?: × \d+)?: (.*)")
 
 
 def short(explanation: Facts, width: int) -> str:

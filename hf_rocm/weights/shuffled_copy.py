@@ -46,7 +46,8 @@ class ShuffledCopy(WeightGroup):
             self.source = source.detach()
             self.shuffled: Shuffled | None = shuffle(self.source)
         self._marks = _marks(weights)
-        _alive.add(self)
+        with _lock:
+            _alive.add(self)
         _by_address[weights[0].data_ptr()] = self
         patches.apply(_hook, user=self)
 
@@ -160,6 +161,12 @@ def counters_watched() -> Iterator[None]:
         _watched.counters = False
 
 
+def in_use() -> bool:
+    """Return whether this process has a copy, which a prompt must update if its weights have changed."""
+    with _lock:
+        return any(copy.shuffled is not None for copy in _alive)
+
+
 def clear_copied(module: nn.Module) -> None:
     """Remove False from the slot of a copied or unpickled layer, and hf_rocm's forward if nothing else needs it."""
     if module.__dict__.get(SLOT) is False:
@@ -208,13 +215,17 @@ def _marks(weights: Sequence[Tensor]) -> tuple[tuple[int, int, int], ...]:
 
 
 _watched = threading.local()
+# Guards additions to `_alive`, which must not occur while it is iterated.
+_lock = threading.Lock()
 _alive: WeakSet[ShuffledCopy] = WeakSet()
 _by_address: WeakValueDictionary[int, ShuffledCopy] = WeakValueDictionary()
 
 
 def unwatch() -> None:
     """Remove the hook from PyTorch's table unless a copy still needs it."""
-    for copy in list(_alive):
+    with _lock:
+        copies = list(_alive)
+    for copy in copies:
         if copy.shuffled is None:
             patches.release(copy)
     patches.sweep()

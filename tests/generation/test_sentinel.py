@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from hf_rocm.errors import GraphError
+from hf_rocm.forwards import prompts
 from hf_rocm.generation import ledger, pool, recorder, schedule
 from hf_rocm.generation.state import known
 from tests.generation import faults
@@ -263,11 +264,13 @@ def test_comparisons_become_rarer_up_to_a_limit():
     assert (schedule.BACK + 1) / schedule.LONGEST * 3.6 < 0.01
 
 
-def test_comparisons_add_few_uncaptured_steps(pair):
+def test_comparisons_add_few_uncaptured_steps(pair, monkeypatch):
     """The model is called for the prompt, for two steps, and for the comparisons of replays 1, 2, 3, 5, 9 and 17.
 
     A comparison also recomputes up to four earlier steps that were not compared.
     """
+    # Prompts are recorded and compared separately.
+    monkeypatch.setattr(prompts, "_MOST_TOKENS", 0)
     prepared, _ = pair()
     calls = []
 

@@ -36,9 +36,8 @@ LABELS = {
 }
 DEFAULT = (STOCK, COMPILE, PREPARED)
 
-# Sides that run a prefill in the same way as another side: neither transformers nor hf_rocm compiles or records a
-# prefill.
-DECODE_ONLY = (COMPILE, OVERHEAD, UNCAPTURED)
+# Sides that run a prefill in the same way as another side: transformers does not compile a prefill.
+DECODE_ONLY = (COMPILE, OVERHEAD)
 
 # The reason why such a side is left out of a case, and the wordings of this reason in older records.
 NOT_DECODING = "it differs from another side only in decoding"
@@ -75,10 +74,11 @@ class Side:
             return None
         if all(bind.mode_of(module) == bind.OFF for module in self.model.modules()):
             return "no layer is served, and this side runs stock"
-        return _forwards_note(self.model) or _graph_note(self.model)
+        notes = (_graph_note(self.model), _forwards_note(self.model))
+        return "; ".join(note for note in notes if note is not None) or None
 
     def replay_alone(self) -> float | None:
-        """Return the device time in ms of a replay of the last recorded step or forward.
+        """Return the device time in ms of a replay of the last recorded step, or forward if there is no step.
 
         Returns None without a recording, and for sides other than hf_rocm.
         """
@@ -96,26 +96,24 @@ def _graph_note(model: Any) -> str | None:
     """Return how many steps were replayed, and why others were not; None if the model has no state."""
     from hf_rocm.generation import state
 
-    known = state.known(model)
-    if known is None:
-        return None
-    if known.disabled is not None:
-        return f"uncaptured: {known.disabled}"
-    turned_away = "; ".join(known.turned_away)
-    return _replayed(known.replayed, "step") + (f"; uncaptured: {turned_away}" if turned_away else "")
+    return _note(state.known(model), "step", "uncaptured")
 
 
 def _forwards_note(model: Any) -> str | None:
-    """Return how many forwards of an encoder were replayed, and why others were not; None if it has no state."""
+    """Return how many forwards or prompts were replayed, and why others were not; None if the model has no state."""
     from hf_rocm.forwards import state
 
-    known = state.known(model)
+    prompts = hasattr(model, "generate")
+    return _note(state.known(model), *(("prompt", "prompts uncaptured") if prompts else ("forward", "uncaptured")))
+
+
+def _note(known: Any, noun: str, uncaptured: str) -> str | None:
     if known is None:
         return None
     if known.disabled is not None:
-        return f"uncaptured: {known.disabled}"
+        return f"{uncaptured}: {known.disabled}"
     turned_away = "; ".join(known.turned_away)
-    return _replayed(known.replayed, "forward") + (f"; uncaptured: {turned_away}" if turned_away else "")
+    return _replayed(known.replayed, noun) + (f"; {uncaptured}: {turned_away}" if turned_away else "")
 
 
 def _replayed(count: int, noun: str) -> str:
@@ -132,9 +130,9 @@ def _replay_alone(model: Any) -> float | None:
     from hf_rocm.tools.bench.clock import device_time, spread
 
     steps, forwards = known_steps(model), known_forwards(model)
-    recording = None if forwards is None else forwards.latest_recording()
-    if recording is None and steps is not None:
-        recording = steps.pool.latest_recording()
+    recording = None if steps is None else steps.pool.latest_recording()
+    if recording is None and forwards is not None:
+        recording = forwards.latest_recording()
     if recording is None:
         return None
     return spread(device_time([recording.replay_in_place] * _IN_A_ROW, model.device, record=False)).median

@@ -152,8 +152,8 @@ def _kept(stock: Callable[..., Any], windows: Sequence[int | None], **arguments:
     """Run a prompt. Returns the model's output without the cache, and every layer's keys and values, or None."""
     cache = PromptCache(windows)
     result = stock(**arguments, past_key_values=cache)
-    if not isinstance(result, dict):
-        raise Unrecordable(f"the prompt returns a {type(result).__name__}")
+    if not isinstance(result, dict) or result.get("past_key_values") is not cache:
+        raise Unrecordable(f"the prompt returns its cache in a {type(result).__name__}, or not at all")
     kind: Any = type(result)
     output = kind(**{name: None if value is cache else value for name, value in result.items()})
     layers = [None if layer.keys is None else (layer.keys, layer.values) for layer in cache.layers]

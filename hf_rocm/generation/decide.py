@@ -5,10 +5,12 @@ A reason is a sentence; None means that nothing prevents recording.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -235,13 +237,26 @@ def _is_foreign(hook: Any) -> bool:
 def windows(model: Any) -> Sequence[int | None] | str:
     """The sliding window of every layer's cache, or why these layers are not supported.
 
-    None: full attention. `hybrid.RECURRENT`: a recurrent state.
+    None: full attention. `hybrid.RECURRENT`: a recurrent state. The result is computed again when the config changes:
+    transformers takes most of a millisecond to create a cache.
     """
-    from transformers import cache_utils
-
     if model.config.is_encoder_decoder:
         return encoder_decoder.windows_of(model.config)
     config = model.config.get_text_config(decoder=True)
+    last = _last_windows.get(model)
+    if last is None or last[0] is not config or last[1] != config.__dict__:
+        last = _last_windows[model] = config, copy.deepcopy(config.__dict__), _windows_of(config)
+    return last[2]
+
+
+_Windows = Sequence[int | None] | str
+# The config of a model's decoder, a copy of its settings, and the windows of its layers.
+_last_windows: WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Any], _Windows]] = WeakKeyDictionary()
+
+
+def _windows_of(config: Any) -> _Windows:
+    from transformers import cache_utils
+
     sliding = getattr(cache_utils, "StaticSlidingWindowLayer", None)
     if sliding is None:
         # In releases without this class, sliding layers differ only in their masks.

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import hf_rocm
+from hf_rocm.generation import decide
 from hf_rocm.generation.state import known
-from tests.generation.conftest import counted, generate
+from tests.generation.conftest import counted, generate, make
 
 
 class Adapter(nn.Module):
@@ -145,3 +146,16 @@ def test_preparing_twice_keeps_the_setting_and_restore_frees_the_state(pair):
     assert known(prepared) is None and not any(name.startswith("_hf_rocm") for name in prepared.__dict__)
     assert torch.equal(generate(prepared), generate(stock))
     assert known(prepared) is None
+
+
+def test_the_windows_follow_the_config():
+    model = make("mistral")
+    if decide.windows(model) == [None, None]:
+        pytest.skip("in this release, sliding layers differ only in their masks")
+    assert decide.windows(model) == [10, 10] and decide.windows(model) is decide.windows(model)
+    model.config.sliding_window = 12
+    assert decide.windows(model) == [12, 12]
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    assert decide.windows(model) == [None, 12]
+    model.config.layer_types[1] = "full_attention"
+    assert decide.windows(model) == [None, None]

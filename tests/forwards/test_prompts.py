@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import weakref
 
@@ -464,3 +465,25 @@ def test_memory_stays_within_the_limit(pair):
             own = sum(recording.nbytes for recording in recordings)
             assert own + sum(shared.values()) <= known(prepared).summary()[1] <= 2**16
     assert counted(prepared)[0] > 20 and len(recordings) > 2
+
+
+@creates_by_config
+def test_a_forward_that_returns_no_cache_runs_uncaptured(pair, monkeypatch):
+    """This is found while the forward is observed, and no error reaches the caller."""
+    prepared, twin = pair()
+    monkeypatch.setattr(prompts, "_kept", functools.partial(_kept_without_cache, prompts._kept))
+    for seed in range(4):
+        inputs = prompt(length=20, seed=seed)
+        with torch.no_grad():
+            one, other = (model(**inputs, logits_to_keep=1) for model in (prepared, twin))
+        assert torch.equal(one.logits, other.logits)
+    assert counted(prepared) == (0, 0)
+    assert any("or not at all" in reason for reason in reasons(prepared))
+
+
+def _kept_without_cache(kept, stock, windows, **arguments):
+    def run(**further):
+        output = stock(**further)
+        return type(output)(**{**output, "past_key_values": None})
+
+    return kept(run, windows, **arguments)

@@ -4,7 +4,7 @@ In a bidirectional encoder whose positions are counted from the left, a masked t
 other tokens. So a call with [B, S] tokens can be padded to [B, bucket] tokens, with the last ones masked and removed
 from the outputs. `features` lists the classes for which this was verified. The results equal those of the unpadded
 forward except for rounding, because other kernels may run. When a replay is compared with an uncaptured forward, the
-unpadded forward runs too, and its result is returned.
+unpadded forward runs too, and its result is returned. `prompts` pads the prompts of models that generate.
 """
 
 from __future__ import annotations
@@ -154,12 +154,12 @@ def pad(model: Any, stock: Callable[..., Any], args: Sequence[Any], kwargs: Mapp
     result = {**arguments, "attention_mask": torch.ones_like(ids) if mask is None else mask}
     for name, value in result.items():
         if name == "input_ids":
-            result[name] = _extended(value, bucket, getattr(model.get_input_embeddings(), "padding_idx", None) or 0)
+            result[name] = extended(value, bucket, getattr(model.get_input_embeddings(), "padding_idx", None) or 0)
         elif name in _TOKENS and value is not None:
             shapes = (ids.shape,) if name == "attention_mask" else (ids.shape, (1, length))
             if not _is_tokens(value) or value.shape not in shapes:
                 return None
-            result[name] = _extended(value, bucket, _TOKENS[name])
+            result[name] = extended(value, bucket, _TOKENS[name])
         elif value is not None and not (name in _FLAGS and isinstance(value, bool)):
             return None
     seen = partial(_every_position_attends, result["attention_mask"][:, :length], window_of(model))
@@ -193,5 +193,5 @@ def _is_tokens(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() == 2 and not value.is_floating_point() and not value.is_complex()
 
 
-def _extended(tensor: Tensor, bucket: int, value: int) -> Tensor:
+def extended(tensor: Tensor, bucket: int, value: int) -> Tensor:
     return functional.pad(tensor, (0, bucket - tensor.shape[1]), value=value)

@@ -1,7 +1,7 @@
 """Record prompts: forwards of a model that generates, with an empty `DecodeCache` or without a cache.
 
-The recorded forward fills a cache of its own, and its keys and values are copied to the cache of the call afterwards.
-So the recordings belong to the model like those of an encoder, whichever cache a call uses. In `generate`, prompts of
+The recorded forward fills a separate cache. Its keys and values are then copied to the cache of the call. So the
+recordings belong to the model like those of an encoder, whichever cache a call uses. In `generate`, prompts of
 different lengths are padded on the right to the same length: in causal attention, no token attends to a later one, and
 the keys and values of the padding are not copied.
 """
@@ -16,10 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hf_rocm import options
-from hf_rocm.forwards.padding import Padded, Padding, bucket_of
+from hf_rocm.forwards.padding import Padded, Padding, bucket_of, extended
 from hf_rocm.forwards.runner import NOT_RUN, Kind, run
 from hf_rocm.forwards.state import state_of
 from hf_rocm.generation import decide
@@ -208,9 +207,9 @@ def _pad(model: Any, stock: Callable[..., Any], args: Sequence[Any], kwargs: Map
     further = bucket - length
     given = {name: kwargs[name] for name in _TENSORS if kwargs.get(name) is not None}
     padded = {name: _continued(tensor, further) for name, tensor in given.items()}
-    padded["input_ids"] = functional.pad(ids, (0, further))
+    padded["input_ids"] = extended(ids, bucket, 0)
     if "attention_mask" in given:
-        padded["attention_mask"] = functional.pad(given["attention_mask"], (0, further), value=1)
+        padded["attention_mask"] = extended(given["attention_mask"], bucket, 1)
     padded["logits_to_keep"] = ids.new_full((1,), length - 1)
     return Padded(length, bucket, {**kwargs, **padded}, partial(_is_plain, given))
 

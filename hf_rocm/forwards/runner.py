@@ -239,7 +239,8 @@ def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: P
         state.failed(key, path, str(error))
         state.turn_away(str(error))
         return NOT_RUN
-    except Exception:  # noqa: BLE001  the caller runs the call again, which raises the user's error
+    except Exception as error:  # noqa: BLE001  the caller runs the call again, which raises the user's error
+        state.turn_away(f"the forward raised {type(error).__name__} while it was observed: {first_line(error)}")
         return NOT_RUN
     output = observed.output if call.padded is None else call.user_call()
     if not snapshot.unchanged(model):

@@ -13,6 +13,8 @@ from hf_rocm.forwards.state import known
 from hf_rocm.generation import recorder
 from tests.forwards.families import make
 from tests.generation import faults
+from tests.generation.conftest import generate
+from tests.generation.conftest import make as make_decoder
 from tests.generation.emulator import EmulatedRecorder
 
 
@@ -43,6 +45,23 @@ def pair(recorded_on_cpu):
         return prepared, hf_rocm.prepare(stock, force=True, graphs=False)
 
     return build
+
+
+@pytest.fixture
+def decoders(recorded_on_cpu):
+    """A function that returns a model whose prompts are recorded, and one that runs the same kernels uncaptured."""
+
+    def build(kind="llama", **changes):
+        stock = make_decoder(kind, **changes)
+        prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
+        return prepared, hf_rocm.prepare(stock, force=True, graphs=False)
+
+    return build
+
+
+def logits_of(model, inputs):
+    """The logits of the prompt. Later steps run other kernels if they are recorded."""
+    return generate(model, inputs, new=3, return_dict_in_generate=True, output_logits=True).logits[0]
 
 
 def call(model, arguments, *args, **flags):

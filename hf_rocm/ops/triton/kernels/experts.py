@@ -62,14 +62,11 @@ def chosen_gate_up(
     else:
         weight += n[:, None] * h_size + k
         stride = 1
-    if bias is not None:
-        # loaded before the sum, as in `rms_norm_kernel`
-        addend = tl.load(bias + expert * (2 * i_size) + n, mask=valid, other=0.0)
     sums = tl.zeros([2 * BLOCK_N, BLOCK_K], tl.float32)
     sums = _accumulate(sums, x, weight, k, valid[:, None], h_size, stride, scale, WEIGH_INPUT, EVEN, BLOCK_K)
     product = tl.sum(sums, 1)
     if bias is not None:
-        product += addend.to(tl.float32)
+        product += tl.load(bias + expert * (2 * i_size) + n, mask=valid, other=0.0).to(tl.float32)
     product = rounded(product, dtype)
     if INTERLEAVED:
         gate, up = tl.split(tl.reshape(product, (BLOCK_N, 2)))
@@ -118,19 +115,15 @@ def chosen_down(
         experts = tl.load(ids + pairs).to(tl.int64)
         rows = x + pairs[:, None, None] * i_size + k
         selected = weight + experts[:, None, None] * (h_size * i_size)
-        if bias is not None:
-            at = bias + experts[:, None] * h_size + column[None, :]
-            addend = tl.load(at, mask=(column < h_size)[None, :], other=0.0)
-        if not WEIGH_INPUT:
-            factor = tl.load(scales + pairs)
         sums = tl.zeros([BLOCK_E, BLOCK_N, BLOCK_K], tl.float32)
         sums = _accumulate(sums, rows, selected, k, n < h_size, i_size, stride, 1.0, False, EVEN, BLOCK_K)
         product = tl.sum(sums, 2)
         if bias is not None:
-            product += addend.to(tl.float32)
+            at = bias + experts[:, None] * h_size + column[None, :]
+            product += tl.load(at, mask=(column < h_size)[None, :], other=0.0).to(tl.float32)
         product = rounded(product, dtype)
         if not WEIGH_INPUT:
-            product *= factor.to(tl.float32)[:, None]
+            product *= tl.load(scales + pairs).to(tl.float32)[:, None]
         total += tl.sum(product, 0)
     tl.store(out + token * h_size + column, total.to(dtype), mask=column < h_size)
 

@@ -17,7 +17,7 @@ from hf_rocm.ops.four_bit import SIGNED, kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
 from hf_rocm.ops.triton.kernels.codes import AMD, NVIDIA, coded_run, load_table
 from hf_rocm.ops.triton.kernels.linear import piece, read_once
-from hf_rocm.ops.triton.kernels.result import addend, write_result
+from hf_rocm.ops.triton.kernels.result import write_result
 from hf_rocm.ops.triton.tiles import four_bit_tile
 
 _NVIDIA = tl.constexpr(NVIDIA)
@@ -82,9 +82,6 @@ def four_bit_vector(
     instructions.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, 1)
-    if residual is not None:
-        residual = addend(residual, m, n, m_size, n_size)
     # blocks are the first dim, so that the compiler distributes words and x over the threads in the same way
     rows = tl.minimum(n, n_size - 1)[None, :, None].to(tl.int64)
     block = tl.arange(0, BLOCKS)[:, None, None]
@@ -164,7 +161,7 @@ def four_bit_vector(
         ups = tl.sum(tl.sum(ups, 2), 0)[None, :]
     else:
         ups = sums
-    write_result(sums, ups, None, bias, residual, out, m, n, m_size, n_size, ACTIVATION, 1)
+    write_result(sums, ups, None, bias, residual, out, tl.arange(0, 1), n, m_size, n_size, ACTIVATION, 1)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton.language as tl
 from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11, Build
 from hf_rocm.ops.triton.kernels.codes import AMD
 from hf_rocm.ops.triton.kernels.eight_bit import to_dtype_of, to_fp32
-from hf_rocm.ops.triton.kernels.result import addend, finished, store, write_result
+from hf_rocm.ops.triton.kernels.result import finished, store, write_result
 from hf_rocm.ops.triton.tiles import eight_bit_tile, linear_tile
 
 
@@ -52,9 +52,6 @@ def matrix_vector(
     The norm's division is the same for all elements, so it is applied to the sums, and the normalised x is not rounded.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.arange(0, 1)
-    if residual is not None:
-        residual = addend(residual, m, n, m_size, n_size)
     rows = tl.minimum(n, n_size - 1)[:, None].to(tl.int64)
     columns = tl.arange(0, BLOCK_K)[None, :]
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -98,6 +95,7 @@ def matrix_vector(
     if norm_weight is not None:
         divided = tl.rsqrt(tl.sum(squares, 1)[:, None] / k_size + eps)
         sums, ups = sums * divided, ups * divided
+    m = tl.arange(0, 1)
     write_result(sums, ups, row_scale, bias, residual, out, m, n, m_size, n_size, ACTIVATION, 1)
 
 
@@ -182,8 +180,6 @@ def sum_parts(
     """Add the partial sums of a GEMM in order, then apply the scale, the bias and the residual sum."""
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     m = tl.program_id(1) + tl.arange(0, 1)
-    if residual is not None:
-        residual = addend(residual, m, n, m_size, n_size)
     parts += tl.program_id(1).to(tl.int64) * n_size + n
     total = tl.zeros([BLOCK], tl.float32)
     for part in tl.static_range(PARTS):

@@ -15,8 +15,7 @@ def write_result(
     ups,
     scale,
     bias,
-    # A pointer, what `addend` returned, or None.
-    residual,
+    residual,  # or None
     out,
     m,
     n,
@@ -64,20 +63,16 @@ def gate(first, up, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def store(product, residual, out, m, n, m_size, n_size):
-    """Add the residual (see `write_result`) and store a program's block."""
+    """Add the residual and store a program's block.
+
+    Loading the residual before the sums is slower: its threads wait for it first (measured on an H200).
+    """
     at = m[:, None].to(tl.int64) * n_size + n[None, :]
+    real = (m < m_size)[:, None] & (n < n_size)[None, :]
     if residual is not None:
-        if residual.dtype.is_ptr():
-            residual = addend(residual, m, n, m_size, n_size)
-        product = (product.to(tl.float32) + residual.to(tl.float32)).to(product.dtype)
-    tl.store(out + at, product, mask=(m < m_size)[:, None] & (n < n_size)[None, :])
-
-
-@triton.jit
-def addend(residual, m, n, m_size, n_size):
-    """Load a program's block of the residual. Kernels for one row do so first, since nothing else hides the latency."""
-    at = m[:, None].to(tl.int64) * n_size + n[None, :]
-    return tl.load(residual + at, mask=(m < m_size)[:, None] & (n < n_size)[None, :], other=0.0)
+        addend = tl.load(residual + at, mask=real, other=0.0).to(tl.float32)
+        product = (product.to(tl.float32) + addend).to(product.dtype)
+    tl.store(out + at, product, mask=real)
 
 
 # Other kernels call the functions of this module.

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_rocm.forwards import snapshot
-from hf_rocm.forwards.snapshot import Snapshot
+from hf_rocm.generation import snapshot
+from hf_rocm.generation.snapshot import Snapshot
 
 
 class Layer(nn.Module):

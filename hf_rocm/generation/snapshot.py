@@ -1,4 +1,4 @@
-"""The state of a model on which its recorded forwards depend. Comparing it is cheap enough for every call.
+"""The state of a model on which its recordings depend. Comparing it is cheap enough for every call.
 
 A replay does not run the model's Python code. So everything that this code reads from the model is compared before the
 results of a replay are used: its modules and their attributes, hooks, configs, the addresses and shapes of its weights,
@@ -8,7 +8,7 @@ weights themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
 from operator import attrgetter
 from typing import Any
 
@@ -27,6 +27,9 @@ _NOTES = frozenset(
     ("_hf_rocm_stayed", "_hf_rocm_report", "_hf_rocm_inputs_note", "_compiled_call", "_last_compile_config", *_OWN)
 )
 
+# Types whose objects are compared by value; the contents of containers are compared separately.
+_BY_VALUE = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, dict, OrderedDict, list, tuple, set))
+
 _FORM = attrgetter("shape", "dtype")
 
 # The guards of torch.compile compare the shapes, strides and dtypes of all tensors in one call, in a quarter of the
@@ -38,11 +41,12 @@ class Snapshot:
     """The state of one model. tensors: its weights and every other tensor among its attributes.
 
     number: its number among the snapshots of the model. A snapshot references the parts of a model, not the model
-    itself. refused: why its state can't be compared, or None.
+    itself. ignored: attributes of modules that are not compared. refused: why its state can't be compared, or None.
     """
 
-    def __init__(self, model: nn.Module, number: int) -> None:
+    def __init__(self, model: nn.Module, number: int, *, ignored: frozenset[str] = frozenset()) -> None:
         self.number = number
+        self._notes = _NOTES | ignored
         self._kind = type(model)
         self._watch = watches_of(model).call
         modules = list(model.modules())
@@ -54,12 +58,12 @@ class Snapshot:
         self._copies: list[Any] = []
         self.tensors: list[Tensor] = []
         self.refused: str | None = None
-        # Tensors of at most one element are compared by identity, because == compares them by value.
-        self._single: list[tuple[Any, Any, Tensor]] = []
+        # Values that == would compare by value: tensors of one element, and objects of classes with their own `__eq__`.
+        self._by_identity: list[tuple[Any, Any, Any]] = []
         seen: set[int] = set()
         for module in modules:
             own = module.__dict__
-            self._add(own, {name: value for name, value in own.items() if name not in _NOTES}, seen)
+            self._add(own, {name: value for name, value in own.items() if name not in self._notes}, seen)
             self._live.append(own)
             self._copies.append(dict(own))
         self._empty = [live for live, copy in zip(self._live, self._copies, strict=True) if not copy]
@@ -81,8 +85,10 @@ class Snapshot:
                     continue
                 self.tensors.append(value)
                 if value.numel() <= 1:
-                    self._single.append((holder, name, value))
+                    self._by_identity.append((holder, name, value))
                 continue
+            if type(value) not in _BY_VALUE and type(value).__eq__ is not object.__eq__:
+                self._by_identity.append((holder, name, value))
             inner = value if isinstance(value, (dict, list, tuple, set)) else _settings(value)
             if inner is None or id(inner) in seen:
                 continue
@@ -105,7 +111,7 @@ class Snapshot:
                 and not any(self._empty)
                 and type(model) is self._kind
                 and [type(module) for module in self._parts] == self._kinds
-                and all(holder[name] is tensor for holder, name, tensor in self._single)
+                and all(holder[name] is value for holder, name, value in self._by_identity)
                 and self._same_forms()
                 and self._current_forwards() == self._forwards
                 and self._watch.holds()
@@ -120,10 +126,16 @@ class Snapshot:
             index for index, (now, before) in enumerate(zip(self._live, self._copies, strict=True)) if now != before
         ]
         for index in differing:
-            if list(_without_notes(self._live[index])) != list(_without_notes(self._copies[index])):
+            if self._without_notes(self._live[index]) != self._without_notes(self._copies[index]):
                 return False
             self._copies[index] = dict(self._live[index])
         return bool(differing) and self.unchanged(model)
+
+    def _without_notes(self, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        # a list, because the order of hooks matters
+        return [item for item in values.items() if item[0] not in self._notes]
 
     def same_weights(self, other: Snapshot) -> bool:
         """Return whether both snapshots have the same tensors at the same addresses.
@@ -177,13 +189,3 @@ def _settings(value: Any) -> dict[str, Any] | None:
     from transformers import PretrainedConfig
 
     return value.__dict__ if isinstance(value, PretrainedConfig) else None
-
-
-def _without_notes(values: Any) -> Iterator[Any]:
-    if not isinstance(values, dict):
-        yield values
-        return
-    for name, value in values.items():
-        if name not in _NOTES:
-            yield name
-            yield value

@@ -135,7 +135,8 @@ def refuses_call(
 ) -> str | None:
     """Return why this call to `generate` uses the cache that transformers chooses, or None.
 
-    `refuses_device` and `refuses_modules` have returned None, or would. generation_config: the call's own copy. mode: transformers' `GenerationMode`. assistant: the call's assistant model.
+    Call it after `refuses_device` and `refuses_modules`, which only depend on the model. generation_config: the call's
+    own copy. mode: transformers' `GenerationMode`. assistant: the call's assistant model.
     """
     reason = _refuses_preparation(model) or features.refuses("graph_decode")
     if reason is not None:

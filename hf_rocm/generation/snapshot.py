@@ -28,7 +28,11 @@ _NOTES = frozenset(
 )
 
 # Types whose objects are compared by value; the contents of containers are compared separately.
-_BY_VALUE = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, dict, OrderedDict, list, tuple, set))
+_BY_VALUE = frozenset(
+    (bool, int, float, str, type(None), torch.dtype, torch.device, dict, OrderedDict, list, tuple, set)
+)
+# The comparison by identity.
+_SAME: Any = object.__eq__
 
 _FORM = attrgetter("shape", "dtype")
 
@@ -87,7 +91,7 @@ class Snapshot:
                 if value.numel() <= 1:
                     self._by_identity.append((holder, name, value))
                 continue
-            if type(value) not in _BY_VALUE and type(value).__eq__ is not object.__eq__:
+            if type(value) not in _BY_VALUE and type(value).__eq__ is not _SAME:
                 self._by_identity.append((holder, name, value))
             inner = value if isinstance(value, (dict, list, tuple, set)) else _settings(value)
             if inner is None or id(inner) in seen:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
-from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, bucket, fits, reorder
+from hf_rocm.generation.cache_layer import LONGEST_STEP, Layer, bucket, fits, forget, reorder
 from hf_rocm.generation.layer_cache import LayerCache
 from hf_rocm.generation.step import Unrecordable
 from hf_rocm.layers.cached_attention import Slot
@@ -348,8 +348,7 @@ class DecodeCache(LayerCache):
         return layer if isinstance(layer, Layer) else self.attending[0]
 
     def reset(self) -> None:
-        for layer in self.attending:
-            layer.forget()
+        forget(self.attending)
         self._placed = -1, 1
         self._end = 0
         self.drafts, self.ahead, self.uses, self.replays_prompt = None, 0, self.uses + 1, True

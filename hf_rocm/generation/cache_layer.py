@@ -86,12 +86,15 @@ class Layer:
         self.base += self.rows - visible
         self.rows = visible
 
-    def forget(self) -> None:
-        """Mark all rows as unwritten. Unwritten rows must be finite, so the buffers are set to zero."""
-        self.base = self.rows = 0
-        for buffer in self.buffers:
-            if buffer is not None:
-                buffer.zero_()
+
+def forget(layers: Sequence[Layer]) -> None:
+    """Mark all rows of these layers as unwritten. Unwritten rows must be finite, so the buffers are set to zero."""
+    for layer in layers:
+        layer.base = layer.rows = 0
+    buffers = [buffer for layer in layers for buffer in layer.buffers if buffer is not None]
+    if buffers:
+        # a few launches instead of one for each buffer
+        torch._foreach_zero_(buffers)
 
 
 def reorder(tensors: Sequence[Tensor], rows: Tensor) -> None:

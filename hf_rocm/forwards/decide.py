@@ -14,9 +14,9 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from hf_rocm import options
+from hf_rocm.forwards.snapshot import refuses_weights
 from hf_rocm.generation import suspects
 from hf_rocm.generation.decide import refuses_device, refuses_modules
-from hf_rocm.generation.snapshot import refuses_weights
 from hf_rocm.generation.watch import watches_of
 from hf_rocm.ops.captured import in_captured_block
 from hf_rocm.options import Switch

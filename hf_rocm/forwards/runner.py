@@ -23,9 +23,9 @@ from hf_rocm.forwards.ahead import NOTHING_LATER, before_replay
 from hf_rocm.forwards.outputs import Outputs
 from hf_rocm.forwards.padding import Padded, Padding
 from hf_rocm.forwards.recorded import RecordedForward, observe
+from hf_rocm.forwards.snapshot import Snapshot
 from hf_rocm.forwards.state import Path, State
 from hf_rocm.generation import incident
-from hf_rocm.generation.snapshot import Snapshot
 from hf_rocm.generation.step import Inputs, Unrecordable, first_line, put_together, take_apart
 
 _log = logging.getLogger("hf_rocm")

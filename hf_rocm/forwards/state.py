@@ -19,9 +19,9 @@ from hf_rocm.errors import GraphError
 from hf_rocm.forwards.host_reads import Program, Read
 from hf_rocm.forwards.padding import Padding
 from hf_rocm.forwards.recorded import Arena, RecordedForward
+from hf_rocm.forwards.snapshot import Snapshot
 from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.recorder import Recorder
-from hf_rocm.generation.snapshot import Snapshot
 from hf_rocm.generation.states import States
 
 # In the model's __dict__: the settings of a prepared model, as builtin types, so that copies and pickles keep them.

@@ -135,10 +135,9 @@ def refuses_call(
 ) -> str | None:
     """Return why this call to `generate` uses the cache that transformers chooses, or None.
 
-    Call it after `refuses_device` and `refuses_modules`, which only depend on the model. generation_config: the call's
-    own copy. mode: transformers' `GenerationMode`. assistant: the call's assistant model.
+    generation_config: the call's own copy. mode: transformers' `GenerationMode`. assistant: the call's assistant model.
     """
-    reason = _refuses_preparation(model) or features.refuses("graph_decode")
+    reason = refuses_modules(model) or _refuses_preparation(model) or features.refuses("graph_decode")
     if reason is not None:
         return reason
     foreign = watches_of(model).foreign

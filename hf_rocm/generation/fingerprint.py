@@ -36,24 +36,15 @@ class Fingerprint(NamedTuple):
         return hash(self.facts)
 
 
-def surroundings(model: nn.Module, watches: Watches) -> Fingerprint:
-    """Fingerprint what is not in the modules: options, called functions, the state of PyTorch, and the model's config.
-
-    watches: the result of `watches_of` for this call.
-    """
+def fingerprint(model: nn.Module, watches: Watches) -> Fingerprint:
+    """Fingerprint the model, in a few microseconds per module. watches: the result of `watches_of` for this call."""
     from hf_rocm import options
 
     options.refresh()
-    kept = (options.current(), watches.call)
+    kept: list[object] = [options.current(), watches.call]
     facts: list[Hashable] = [id(kept[0]), *map(id, watches.call.expected), *_global_state()]
     if getattr(model, "config", None) is not None:
         facts.append(_settings(model.config))
-    return Fingerprint(tuple(facts), kept)
-
-
-def fingerprint(model: nn.Module, outside: Fingerprint) -> Fingerprint:
-    """Fingerprint the model, in a few microseconds per module. outside: its `surroundings`."""
-    facts, kept = [*outside.facts], [*outside.kept]
     for module in modules_of(model):
         kept.append(type(module))
         facts += (_identity(module), id(type(module)))
@@ -62,7 +53,7 @@ def fingerprint(model: nn.Module, outside: Fingerprint) -> Fingerprint:
 
 
 # Attributes that are handled separately, and attributes that don't affect a step.
-IGNORED = frozenset(
+_IGNORED = frozenset(
     (
         "config",
         "generation_config",
@@ -94,7 +85,7 @@ def _add_attributes(module: nn.Module, facts: list[Hashable], kept: list[object]
         if hooks:
             facts += [_fact(hook, kept) for hook in hooks.values()]
     # Reading a weight may detach its group, which is one of these attributes.
-    names = attributes_of(module, without=IGNORED)
+    names = attributes_of(module, without=_IGNORED)
     facts.append(names)
     for name in names:
         value = own[name]

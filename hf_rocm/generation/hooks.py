@@ -154,10 +154,8 @@ def _served(
     reason = state.disabled or ("the call passes a custom_generate loop" if _thread.own_loop else None)
     if model_kwargs.get("past_key_values") is not None and _thread.observer is not None:
         reason = reason or f"the call passes a cache, which its {_thread.observer} may read"
-    examined = reason is None and state.examined.holds(self)
-    reason = reason or (None if examined else decide.refuses_device(self))
+    reason = reason or decide.refuses_device(self)
     reason = reason or suspects.refuses(self.device, required=state.required)
-    reason = reason or (None if examined else decide.refuses_modules(self))
     reason = reason or decide.refuses_call(self, generation_config, model_kwargs, mode, _thread.assistant)
     if rounds is not None:
         reason = reason or rounds.refuses(generation_config)

@@ -23,6 +23,7 @@ from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.cache_layer import reorder
 from hf_rocm.generation.decide import refuses_modules
+from hf_rocm.generation.fingerprint import fingerprint
 from hf_rocm.generation.inputs import begin
 from hf_rocm.generation.rank_consensus import Agreement
 from hf_rocm.generation.recorded_draw import RecordedDraw, probabilities_of
@@ -241,7 +242,7 @@ class Runner:
         Returns whether steps of the call may be recorded.
         """
         watches = last_watches_of(model)
-        self._model_state = self._state.number(model, watches, probable=self._probable)
+        self._model_state = self._state.number_of(fingerprint(model, watches), probable=self._probable)
         self._watch = watches.step
         self._hooks = RemovableHandle.next_id
         self._ranks = Agreement(model)

@@ -13,11 +13,9 @@ from torch import nn
 
 from hf_rocm.errors import GraphError
 from hf_rocm.generation import graph_teardown
-from hf_rocm.generation.examined import Examined
-from hf_rocm.generation.fingerprint import Fingerprint, fingerprint, surroundings
+from hf_rocm.generation.fingerprint import Fingerprint
 from hf_rocm.generation.pool import Pool
 from hf_rocm.generation.states import States
-from hf_rocm.generation.watch import Watches
 from hf_rocm.ops.registry import Route
 
 # In the model's __dict__: the settings of a prepared model, as builtin types, which copies and pickles keep.
@@ -56,7 +54,6 @@ class State:
         self.plain_assistants = 0
         # Reason → the number of calls or steps that ran uncaptured.
         self.turned_away: Counter[str] = Counter()
-        self.examined = Examined()
         self._fingerprints: dict[tuple[Fingerprint, bool], int] = {}
         self._numbers = count()
         # How often `start_over` was called, which is the same on every rank.
@@ -84,17 +81,7 @@ class State:
             self._starts += 1
             # Caches in use still have recordings with the earlier numbers.
             self._numbers = count(self._starts << 32)
-        self.examined.forget()
         self.pool.clear()
-
-    def number(self, model: nn.Module, watches: Watches, *, probable: bool) -> int:
-        """Return the number of the model's current fingerprint; the arguments are those of `surroundings`."""
-        outside = surroundings(model, watches)
-        number = self.examined.number(model, outside, probable=probable)
-        if number is None:
-            number = self.number_of(fingerprint(model, outside), probable=probable)
-            self.examined.note(model, outside, number, probable=probable)
-        return number
 
     def number_of(self, fingerprint: Fingerprint, *, probable: bool = False) -> int:
         """Return the number of this fingerprint. A fingerprint that is new, or was dropped, gets a new number.

@@ -7,9 +7,9 @@ import pytest
 from hf_rocm import options
 from hf_rocm.forwards.host_reads import Program
 from hf_rocm.forwards.recorded import RecordedForward
+from hf_rocm.forwards.snapshot import Snapshot
 from hf_rocm.forwards.state import known
 from hf_rocm.generation import recorder
-from hf_rocm.generation.snapshot import Snapshot
 from tests.forwards.conftest import counted, reasons, recorder_with
 from tests.forwards.families import FAMILIES, padded_families
 from tests.forwards.soak import CALLS, close, differing, exactly

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import hf_rocm
-from hf_rocm.generation.fingerprint import fingerprint, surroundings
+from hf_rocm.generation.fingerprint import fingerprint
 from hf_rocm.generation.watch import watches_of
 from tests.generation.conftest import make
 
 
 def fingerprint_of(model):
-    result = fingerprint(model, surroundings(model, watches_of(model)))
+    result = fingerprint(model, watches_of(model))
     hash(result)
     return result
 

@@ -1,4 +1,4 @@
-"""The state of a model on which its recordings depend. Comparing it is cheap enough for every call.
+"""The state of a model on which its recorded forwards depend. Comparing it is cheap enough for every call.
 
 A replay does not run the model's Python code. So everything that this code reads from the model is compared before the
 results of a replay are used: its modules and their attributes, hooks, configs, the addresses and shapes of its weights,
@@ -9,7 +9,9 @@ weights themselves.
 from __future__ import annotations
 
 from collections import OrderedDict
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, getitem, is_
+from types import MethodType
 from typing import Any
 
 import torch
@@ -27,12 +29,11 @@ _NOTES = frozenset(
     ("_hf_rocm_stayed", "_hf_rocm_report", "_hf_rocm_inputs_note", "_compiled_call", "_last_compile_config", *_OWN)
 )
 
-# Types whose objects are compared by value; the contents of containers are compared separately.
-_BY_VALUE = frozenset(
-    (bool, int, float, str, type(None), torch.dtype, torch.device, dict, OrderedDict, list, tuple, set)
+# The comparisons of plain values, containers (whose contents are compared separately), methods, and by identity.
+_COMPARISONS = frozenset(
+    kind.__eq__
+    for kind in (object, int, float, str, torch.dtype, torch.device, dict, OrderedDict, list, tuple, set, MethodType)
 )
-# The comparison by identity.
-_SAME: Any = object.__eq__
 
 _FORM = attrgetter("shape", "dtype")
 
@@ -45,12 +46,11 @@ class Snapshot:
     """The state of one model. tensors: its weights and every other tensor among its attributes.
 
     number: its number among the snapshots of the model. A snapshot references the parts of a model, not the model
-    itself. ignored: attributes of modules that are not compared. refused: why its state can't be compared, or None.
+    itself. refused: why its state can't be compared, or None.
     """
 
-    def __init__(self, model: nn.Module, number: int, *, ignored: frozenset[str] = frozenset()) -> None:
+    def __init__(self, model: nn.Module, number: int) -> None:
         self.number = number
-        self._notes = _NOTES | ignored
         self._kind = type(model)
         self._watch = watches_of(model).call
         modules = list(model.modules())
@@ -62,17 +62,25 @@ class Snapshot:
         self._copies: list[Any] = []
         self.tensors: list[Tensor] = []
         self.refused: str | None = None
-        # Values that == would compare by value: tensors of one element, and objects of classes with their own `__eq__`.
-        self._by_identity: list[tuple[Any, Any, Any]] = []
+        # Values that == would compare by value, with their containers and their names in these: tensors of one element,
+        # objects of classes with their own `__eq__`, and containers of such values.
+        self._holders: list[Any] = []
+        self._names: list[Any] = []
+        self._values: list[Any] = []
         seen: set[int] = set()
         for module in modules:
             own = module.__dict__
-            self._add(own, {name: value for name, value in own.items() if name not in self._notes}, seen)
+            self._add(own, {name: value for name, value in own.items() if name not in _NOTES}, seen)
             self._live.append(own)
             self._copies.append(dict(own))
         self._empty = [live for live, copy in zip(self._live, self._copies, strict=True) if not copy]
         filled = [(live, copy) for live, copy in zip(self._live, self._copies, strict=True) if copy]
         self._live, self._copies = [live for live, _ in filled], [copy for _, copy in filled]
+        # The dicts of modules, which may also contain notes.
+        self._of_modules = {id(module.__dict__) for module in modules}
+        # The order of children, hooks and other items matters, unlike that of attributes, but == ignores it.
+        self._ordered = [live for live in self._live if isinstance(live, dict) and id(live) not in self._of_modules]
+        self._keys = [*chain.from_iterable(self._ordered)]
         self.pointers = self._pointers()
         self._forms = self._described()
         # Whether inference mode is enabled → the guards that were created in this mode.
@@ -87,12 +95,14 @@ class Snapshot:
                 if reason is not None:
                     self.refused = f"{name} {reason}"
                     continue
-                self.tensors.append(value)
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    self.tensors.append(value)
                 if value.numel() <= 1:
-                    self._by_identity.append((holder, name, value))
+                    self._by_identity(holder, name, value)
                 continue
-            if type(value) not in _BY_VALUE and type(value).__eq__ is not _SAME:
-                self._by_identity.append((holder, name, value))
+            if type(value).__eq__ not in _COMPARISONS:
+                self._by_identity(holder, name, value)
             inner = value if isinstance(value, (dict, list, tuple, set)) else _settings(value)
             if inner is None or id(inner) in seen:
                 continue
@@ -101,7 +111,15 @@ class Snapshot:
                 self._live.append(inner)
                 self._copies.append(inner.copy())
             if not isinstance(inner, set):
+                before = len(self._values)
                 self._add(inner, inner, seen)
+                if len(self._values) > before:
+                    self._by_identity(holder, name, value)
+
+    def _by_identity(self, holder: Any, name: Any, value: Any) -> None:
+        self._holders.append(holder)
+        self._names.append(name)
+        self._values.append(value)
 
     def in_place(self) -> bool:
         """Return whether all weights are at the same addresses, so that a replay reads the model's memory."""
@@ -112,16 +130,16 @@ class Snapshot:
         try:
             return (
                 self._live == self._copies
+                and [*chain.from_iterable(self._ordered)] == self._keys
                 and not any(self._empty)
                 and type(model) is self._kind
                 and [type(module) for module in self._parts] == self._kinds
-                and all(holder[name] is value for holder, name, value in self._by_identity)
+                and all(map(is_, map(getitem, self._holders, self._names), self._values))
                 and self._same_forms()
                 and self._current_forwards() == self._forwards
                 and self._watch.holds()
             ) or self._only_notes_changed(model)
-        except (RuntimeError, LookupError, TypeError, ValueError):
-            # A tensor was replaced, or an attribute removed.
+        except Exception:  # noqa: BLE001  a tensor was replaced, an attribute was removed, or a user's `__eq__` failed
             return False
 
     def _only_notes_changed(self, model: nn.Module) -> bool:
@@ -130,16 +148,11 @@ class Snapshot:
             index for index, (now, before) in enumerate(zip(self._live, self._copies, strict=True)) if now != before
         ]
         for index in differing:
-            if self._without_notes(self._live[index]) != self._without_notes(self._copies[index]):
+            live = self._live[index]
+            if id(live) not in self._of_modules or _without_notes(live) != _without_notes(self._copies[index]):
                 return False
-            self._copies[index] = dict(self._live[index])
+            self._copies[index] = dict(live)
         return bool(differing) and self.unchanged(model)
-
-    def _without_notes(self, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        # a list, because the order of hooks matters
-        return [item for item in values.items() if item[0] not in self._notes]
 
     def same_weights(self, other: Snapshot) -> bool:
         """Return whether both snapshots have the same tensors at the same addresses.
@@ -193,3 +206,7 @@ def _settings(value: Any) -> dict[str, Any] | None:
     from transformers import PretrainedConfig
 
     return value.__dict__ if isinstance(value, PretrainedConfig) else None
+
+
+def _without_notes(own: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [item for item in own.items() if item[0] not in _NOTES]

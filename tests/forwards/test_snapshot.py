@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_rocm.generation import snapshot
-from hf_rocm.generation.snapshot import Snapshot
+from hf_rocm.forwards import snapshot
+from hf_rocm.forwards.snapshot import Snapshot
 
 
 class Layer(nn.Module):
@@ -84,3 +84,85 @@ def test_other_changes_are_detected(compared):
     assert saved.unchanged(model)
     model.linear.weight.data = model.linear.weight.data.clone()
     assert not saved.in_place()
+
+
+class Named:
+    """Instances with the same name are equal. Comparing with an object without a name raises an error."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return self.name == other.name  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+
+def exchange_layers(model: nn.Module) -> None:
+    """Exchange two layers. A `ModuleDict` or `ModuleList` runs its layers in the order of the dict."""
+    first = model.layers[0]
+    delattr(model.layers, "0")
+    model.layers.add_module("0", first)
+
+
+def replaced(name: str, value: Any) -> Callable[[nn.Module], None]:
+    return lambda model: setattr(model, name, value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        exchange_layers,
+        replaced("named", Named("a")),
+        replaced("named", None),
+        replaced("many", [Named("a")]),
+        replaced("settings", {"config": {"scale": 2.0}}),
+        lambda model: model.settings["config"].update(scale=2.0),
+        lambda model: model.many.append(Named("b")),
+        replaced("pair", [torch.zeros(1, dtype=torch.int32)]),
+    ],
+)
+def test_a_snapshot_detects_the_change(change):
+    model = Layer().requires_grad_(False)
+    model.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    model.named, model.many, model.pair = Named("a"), [Named("a")], [torch.zeros(1)]
+    model.settings = {"config": {"scale": 1.0}}
+    saved = Snapshot(model, 0)
+    assert saved.unchanged(model)
+    change(model)
+    assert not saved.unchanged(model)
+
+
+def test_plain_containers_are_compared_by_value():
+    model = Layer().requires_grad_(False)
+    model.settings, model.sizes = {"scale": 1.0}, [8, 8]
+    saved = Snapshot(model, 0)
+    model.settings, model.sizes = {"scale": 1.0}, [8, 8]
+    assert saved.unchanged(model)
+    model.sizes.append(8)
+    assert not saved.unchanged(model)
+
+
+def test_a_note_is_no_change_but_the_order_of_children_is():
+    model = Layer().requires_grad_(False)
+    model.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    saved = Snapshot(model, 0)
+    model._hf_rocm_stayed = "a reason"
+    assert saved.unchanged(model)
+    model._hf_rocm_stayed = "another reason"
+    exchange_layers(model)
+    assert not saved.unchanged(model)
+
+
+def test_a_shared_weight_is_compared_once(compared):
+    model = Layer().requires_grad_(False)
+    model.tied = nn.Linear(8, 8)
+    model.tied.weight = model.linear.weight
+    saved = Snapshot(model, 0)
+    assert sum(tensor is model.linear.weight for tensor in saved.tensors) == 1
+    assert saved.unchanged(model)
+    compared.clear()
+    assert saved.unchanged(model)
+    if snapshot._guards is not None:
+        assert not compared

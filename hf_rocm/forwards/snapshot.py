@@ -30,7 +30,7 @@ _NOTES = frozenset(
 )
 
 # The comparisons of plain values, containers (whose contents are compared separately), methods, and by identity.
-_COMPARISONS = frozenset(
+_COMPARISONS: frozenset[Any] = frozenset(
     kind.__eq__
     for kind in (object, int, float, str, torch.dtype, torch.device, dict, OrderedDict, list, tuple, set, MethodType)
 )

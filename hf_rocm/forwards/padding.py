@@ -194,4 +194,5 @@ def _is_tokens(value: Any) -> bool:
 
 
 def extended(tensor: Tensor, bucket: int, value: int) -> Tensor:
+    """Return a tensor [B, S] with further columns of this value: [B, bucket]."""
     return functional.pad(tensor, (0, bucket - tensor.shape[1]), value=value)

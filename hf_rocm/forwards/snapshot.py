@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from itertools import chain
-from operator import attrgetter, getitem, is_
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
@@ -62,11 +62,9 @@ class Snapshot:
         self._copies: list[Any] = []
         self.tensors: list[Tensor] = []
         self.refused: str | None = None
-        # Values that == would compare by value, with their containers and their names in these: tensors of one element,
-        # objects of classes with their own `__eq__`, and containers of such values.
-        self._holders: list[Any] = []
-        self._names: list[Any] = []
-        self._values: list[Any] = []
+        # (container, name, value) of values that == would compare by value: tensors of one element, objects of classes
+        # with their own `__eq__`, and containers of such values.
+        self._by_identity: list[tuple[Any, Any, Any]] = []
         seen: set[int] = set()
         for module in modules:
             own = module.__dict__
@@ -99,10 +97,10 @@ class Snapshot:
                     seen.add(id(value))
                     self.tensors.append(value)
                 if value.numel() <= 1:
-                    self._by_identity(holder, name, value)
+                    self._by_identity.append((holder, name, value))
                 continue
             if type(value).__eq__ not in _COMPARISONS:
-                self._by_identity(holder, name, value)
+                self._by_identity.append((holder, name, value))
             inner = value if isinstance(value, (dict, list, tuple, set)) else _settings(value)
             if inner is None or id(inner) in seen:
                 continue
@@ -111,15 +109,10 @@ class Snapshot:
                 self._live.append(inner)
                 self._copies.append(inner.copy())
             if not isinstance(inner, set):
-                before = len(self._values)
+                before = len(self._by_identity)
                 self._add(inner, inner, seen)
-                if len(self._values) > before:
-                    self._by_identity(holder, name, value)
-
-    def _by_identity(self, holder: Any, name: Any, value: Any) -> None:
-        self._holders.append(holder)
-        self._names.append(name)
-        self._values.append(value)
+                if len(self._by_identity) > before:
+                    self._by_identity.append((holder, name, value))
 
     def in_place(self) -> bool:
         """Return whether all weights are at the same addresses, so that a replay reads the model's memory."""
@@ -129,27 +122,32 @@ class Snapshot:
         """Return whether the state is unchanged, apart from the tensors' addresses, which `in_place` compares."""
         try:
             return (
-                self._live == self._copies
-                and [*chain.from_iterable(self._ordered)] == self._keys
+                _equal(self._live, self._copies)
+                and _equal([*chain.from_iterable(self._ordered)], self._keys)
                 and not any(self._empty)
                 and type(model) is self._kind
                 and [type(module) for module in self._parts] == self._kinds
-                and all(map(is_, map(getitem, self._holders, self._names), self._values))
+                and all(holder[name] is value for holder, name, value in self._by_identity)
                 and self._same_forms()
                 and self._current_forwards() == self._forwards
                 and self._watch.holds()
             ) or self._only_notes_changed(model)
-        except Exception:  # noqa: BLE001  a tensor was replaced, an attribute was removed, or a user's `__eq__` failed
+        except (RuntimeError, LookupError, TypeError, ValueError):
+            # An attribute was removed or has another type.
             return False
 
     def _only_notes_changed(self, model: nn.Module) -> bool:
         """Return whether only notes differ. Updates the stored notes."""
         differing = [
-            index for index, (now, before) in enumerate(zip(self._live, self._copies, strict=True)) if now != before
+            index
+            for index, (now, before) in enumerate(zip(self._live, self._copies, strict=True))
+            if not _equal(now, before)
         ]
         for index in differing:
             live = self._live[index]
-            if id(live) not in self._of_modules or _without_notes(live) != _without_notes(self._copies[index]):
+            if id(live) not in self._of_modules:
+                return False
+            if not _equal(_without_notes(live), _without_notes(self._copies[index])):
                 return False
             self._copies[index] = dict(live)
         return bool(differing) and self.unchanged(model)
@@ -206,6 +204,14 @@ def _settings(value: Any) -> dict[str, Any] | None:
     from transformers import PretrainedConfig
 
     return value.__dict__ if isinstance(value, PretrainedConfig) else None
+
+
+def _equal(now: list[Any] | dict[Any, Any], before: list[Any] | dict[Any, Any]) -> bool:
+    """Return whether now == before. If a comparison of two values fails, they differ."""
+    try:
+        return now == before
+    except Exception:  # noqa: BLE001  only values are compared here: tensors, which raise, and objects of users
+        return False
 
 
 def _without_notes(own: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -31,6 +31,15 @@ def exact_lengths():
         yield
 
 
+def with_twin(stock, graphs=None):
+    """Return a prepared model, and one that runs the same kernels and is never recorded. Prepares `stock` itself, too.
+
+    graphs: the argument of `prepare` for the first one.
+    """
+    prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=graphs)
+    return prepared, hf_rocm.prepare(stock, force=True, graphs=False)
+
+
 @pytest.fixture
 def pair(recorded_on_cpu):
     """A function that returns (a recorded model, its twin, which is never recorded) for a model family.
@@ -40,9 +49,7 @@ def pair(recorded_on_cpu):
 
     def build(name="bert", *, graphs=None, **changes):
         # `changes` may contain `task`, another class of the family.
-        stock = make(name, **changes)
-        prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=graphs)
-        return prepared, hf_rocm.prepare(stock, force=True, graphs=False)
+        return with_twin(make(name, **changes), graphs=graphs)
 
     return build
 
@@ -52,9 +59,7 @@ def decoders(recorded_on_cpu):
     """A function that returns a model whose prompts are recorded, and one that runs the same kernels uncaptured."""
 
     def build(kind="llama", **changes):
-        stock = make_decoder(kind, **changes)
-        prepared = hf_rocm.prepare(copy.deepcopy(stock), force=True)
-        return prepared, hf_rocm.prepare(stock, force=True, graphs=False)
+        return with_twin(make_decoder(kind, **changes))
 
     return build
 

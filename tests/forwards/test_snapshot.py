@@ -166,3 +166,12 @@ def test_a_shared_weight_is_compared_once(compared):
     assert saved.unchanged(model)
     if snapshot._guards is not None:
         assert not compared
+
+
+def test_only_comparisons_of_values_may_fail(monkeypatch):
+    """A defect of hf_rocm itself must not look like a change of the model."""
+    model = Layer().requires_grad_(False)
+    saved = Snapshot(model, 0)
+    monkeypatch.setattr(Snapshot, "_current_forwards", lambda self: self.missing)
+    with pytest.raises(AttributeError, match="missing"):
+        saved.unchanged(model)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 from functools import partial
 
 import pytest
 import torch
 
-import hf_rocm
 from hf_rocm import options
 from hf_rocm.forwards import runner
 from hf_rocm.forwards.state import known
-from tests.forwards.conftest import counted, logits_of
+from tests.forwards.conftest import counted, logits_of, with_twin
 from tests.generation.conftest import KINDS, generate, make, prompt
 from tests.threads import running
 
@@ -35,9 +33,7 @@ def untimed(monkeypatch):
 
 def build(kind="llama", dtype=torch.bfloat16):
     """Return a model whose prompts are recorded, and one that runs the same kernels uncaptured."""
-    stock = make(kind).to("cuda", dtype)
-    twin = hf_rocm.prepare(copy.deepcopy(stock), force=True, graphs=False)
-    return hf_rocm.prepare(stock, force=True), twin
+    return with_twin(make(kind).to("cuda", dtype))
 
 
 def on_gpu(**arguments):
@@ -62,7 +58,7 @@ def test_replayed_prompts_of_one_length_are_bitwise_equal(kind):
 
 
 # In fp32, Gemma 2's attention creates a mask from a number on the host, and Mixtral's experts copy numbers to it.
-UNRECORDED_IN_FP32 = ("gemma2", "mixtral")
+UNRECORDED_IN_FP32 = {"gemma2": "it creates a tensor on the device from values on the host", "mixtral": "Cannot copy"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,7 +71,8 @@ def test_prompts_of_many_lengths_are_equal_except_for_rounding(kind):
     state = known(prepared)
     assert state.disabled is None and state.unpadded is None
     if kind in UNRECORDED_IN_FP32:
-        assert counted(prepared) == (0, 0) and state.turned_away
+        assert counted(prepared) == (0, 0)
+        assert any(UNRECORDED_IN_FP32[kind] in reason for reason in state.turned_away)
         return
     assert counted(prepared)[0] == 2 and counted(prepared)[1] > 8, state.turned_away
     assert set(state.padded) == {32, 64}

@@ -90,8 +90,9 @@ def _row_tile(n: int, k: int, gated: bool, normed: bool) -> LinearTile:
     if gated:
         return LinearTile(False, 2, 1024 if whole else 512, 1, 64, 2)
     if normed:
-        # 4 rows of a narrow matrix would be too few programs
-        return LinearTile(False, 4 if whole or n > NARROW else 2, 1024 if whole else 512, 1, 64, 2)
+        if whole:
+            return LinearTile(False, 4, 1024, 1, 64, 2)
+        return LinearTile(False, 2 if n <= NARROW else 4, 512, 1, 64, 2)
     if n <= NARROW // 2 and k >= NARROW and k % 2048 == 0:
         return LinearTile(False, 4, 2048, 1, 128, 2)
     if n < NARROW:

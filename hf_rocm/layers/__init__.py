@@ -19,6 +19,7 @@ from hf_rocm.layers.encoder import PostNormOutput, PreNormEncoderLayer, norm_and
 from hf_rocm.layers.experts import (
     GatedMoE,
     SoftmaxMoE,
+    SparseMoE,
     StackedExperts,
     given_experts,
     listed_experts,
@@ -45,6 +46,7 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "SoftmaxMoE",
+    "SparseMoE",
     "StackedExperts",
     "TopKRouter",
     "activated",

@@ -16,17 +16,20 @@ import torch
 from torch import Tensor, nn
 
 from hf_rocm import ops
+from hf_rocm.layers.decoder import unhooked_binding
 from hf_rocm.layers.fallback_reasons import note
 from hf_rocm.layers.grouped_linear import live, shuffled_experts, why_not
 from hf_rocm.layers.mlp import activation_of, child
-from hf_rocm.layers.norm import is_plain
+from hf_rocm.layers.norm import PrenormResidual, is_plain
 from hf_rocm.layers.weight_group import SLOT
+from hf_rocm.ops.experts_add import one_kernel as one_sum
 from hf_rocm.ops.linear import exporting
 from hf_rocm.ops.moe import max_pairs
 from hf_rocm.ops.routing import one_kernel
 from hf_rocm.overlay.replacements import unchanged
 
-Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Takes the rows, the ids, the weights and, optionally, a residual, which is added to the result.
+Experts = Callable[..., Tensor]
 
 _INTERFACE = "transformers.integrations.moe"
 
@@ -50,6 +53,15 @@ class StackedExperts:
 
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x: [T, H]; ids: [T, k]; weights: [T, k], or [T, E] for every expert. Returns [T, H]."""
+        output = self.apply(module, x, ids, weights)
+        if output is None:
+            output = stock(module, x, ids, weights)
+        return output
+
+    def apply(
+        self, module: Any, x: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None
+    ) -> Tensor | None:
+        """Return the output plus the residual [T, H], or None if the stock forward must run."""
         extra_reason = _interface_reason(module, x, ids)
         if self.activation is None and extra_reason is None and not applies_its_activation(module):
             extra_reason = "the experts have their own function to apply the activation"
@@ -59,9 +71,36 @@ class StackedExperts:
         form |= {name: True for name, flag in flags.items() if flag}
         run = given_experts(module, x, activation=self.activation, extra_reason=extra_reason, **form)
         if run is None:
-            result: Tensor = stock(module, x, ids, weights)
-            return result
-        return run(x, ids, weights if weights.shape == ids.shape else weights.gather(1, ids))
+            return None
+        return run(x, ids, weights if weights.shape == ids.shape else weights.gather(1, ids), residual)
+
+
+@dataclass(frozen=True)
+class SparseMoE:
+    """A sparse MLP with a router, which returns (logits, weights, ids) for rows, and the child `experts`.
+
+    router: the name of the router. Its stock forward runs, except in a layer with few rows, where the experts' kernel
+    can include the residual sum.
+    """
+
+    router: str = "gate"
+
+    def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, fused: PrenormResidual | None = None) -> Any:
+        """x: [B, S, H]. Returns what stock returns; with a residual in `fused`, the output [B, S, H] alone."""
+        residual = None if fused is None else fused.residual
+        experts = module._modules["experts"]
+        binding = None if residual is None else unhooked_binding(experts, x)
+        layer = None if binding is None else binding.layer
+        if fused is None or residual is None or binding is None or not isinstance(layer, StackedExperts):
+            return stock(module, x)
+        rows = fused.normed(x).flatten(0, -2)
+        _, weights, ids = module._modules[self.router](rows)
+        output = layer.apply(experts, rows, ids, weights, residual.flatten(0, -2))
+        if output is None:
+            output = binding.stock(experts, rows, ids, weights)
+        else:
+            fused.added = True
+        return output.view_as(x)
 
 
 @dataclass(frozen=True)
@@ -142,23 +181,24 @@ def given_experts(
         return None
     first, second, first_bias, second_bias = tensors.values()
 
-    def run(rows: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    def run(rows: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         copies = None if form or first_bias is not None else shuffled_experts(module, rows)
         if copies is not None:
-            return ops.shuffled_experts(rows, *copies, ids, weights, activation=known or "")
-        return ops.experts(
-            rows,
-            first,
-            second,
-            ids,
-            weights,
-            activation=known or "",
-            gate_up_bias=first_bias,
-            down_bias=second_bias,
-            **form,
-        )
+            output = ops.shuffled_experts(rows, *copies, ids, weights, activation=known or "")
+            return output if residual is None else residual + output
+        terms = {"activation": known or "", "gate_up_bias": first_bias, "down_bias": second_bias, **form}
+        return _plus(residual, rows, first, second, ids, weights, **terms)
 
     return run
+
+
+def _plus(residual: Tensor | None, *tensors: Tensor, **terms: Any) -> Tensor:
+    """Return the residual plus the experts' output, in one operation if one kernel computes both."""
+    if residual is None:
+        return ops.experts(*tensors, **terms)
+    if one_sum(residual, *tensors, **terms):
+        return ops.experts_add(residual, *tensors, **terms)
+    return residual + ops.experts(*tensors, **terms)
 
 
 def listed_experts(module: Any, x: Tensor, *, extra_reason: str | None = None) -> Experts | None:

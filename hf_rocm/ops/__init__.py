@@ -11,6 +11,7 @@ from hf_rocm.ops.begin_step import begin_step
 from hf_rocm.ops.decode import decode_attention
 from hf_rocm.ops.delta import gated_delta_step
 from hf_rocm.ops.delta_prefill import gated_delta_prefill
+from hf_rocm.ops.experts_add import experts_add
 from hf_rocm.ops.finish_step import finish_step
 from hf_rocm.ops.layer_norm import add_layer_norm
 from hf_rocm.ops.linear import fused_linear, fused_linear_serves, linear
@@ -45,6 +46,7 @@ __all__ = [
     "choose_experts",
     "decode_attention",
     "experts",
+    "experts_add",
     "finish_step",
     "fused_linear",
     "fused_linear_serves",

@@ -54,18 +54,24 @@ def experts(
     · g · sigmoid(alpha · g) with g = min(gate, limit) (gpt-oss). Returns [T, H] in x's dtype.
     Raises `OptionError` for any other activation, and if only one bias is given. Shazeer et al. 2017.
     """
-    if activation not in ACTIVATIONS:
-        raise OptionError(
-            f"experts does not support the activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)}
-        )
-    if (gate_up_bias is None) is not (down_bias is None):
-        raise OptionError("experts requires both biases or neither")
     form = Form(activation, transposed, interleaved, weigh_input, limit, alpha)
     call = ExpertsCall(x, gate_up, down, ids, weights, gate_up_bias, down_bias, form)
+    check(call)
     spec = specification(call)
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
     result: Tensor = serve(call)
     return result
+
+
+def check(call: ExpertsCall) -> None:
+    """Raise the errors of `experts`."""
+    activation = call.form.activation
+    if activation not in ACTIVATIONS:
+        raise OptionError(
+            f"experts does not support the activation {activation!r}", facts={"known": ", ".join(ACTIVATIONS)}
+        )
+    if (call.gate_up_bias is None) is not (call.down_bias is None):
+        raise OptionError("experts requires both biases or neither")
 
 
 def specification(call: ExpertsCall) -> tuple[object, ...]:

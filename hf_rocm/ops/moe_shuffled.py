@@ -18,7 +18,7 @@ from hf_rocm.ops.registry import Case, Implementation, Operation, refuses_nothin
 from hf_rocm.ops.shuffled import Shuffled, shuffle, unshuffle
 from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec, Form
 
-PLAIN = Form("silu", transposed=False, interleaved=False, weigh_input=False, limit=7.0, alpha=1.702)
+PLAIN = Form()
 
 
 def shuffle_experts(weight: Tensor) -> Shuffled:

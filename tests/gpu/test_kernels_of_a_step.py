@@ -27,12 +27,12 @@ EXPERTS = {"num_experts_per_tok": 4, "intermediate_size": 512}
 KINDS = {
     "qwen3": ("Qwen3", "Qwen3Config", {}, 7, 11),
     "gemma3": ("Gemma3", "Gemma3TextConfig", {"sliding_window": 128}, 8, 15),
-    "gpt_oss": ("GptOss", "GptOssConfig", {**EXPERTS, "num_local_experts": 16, "sliding_window": 128}, 10, 30),
+    "gpt_oss": ("GptOss", "GptOssConfig", {**EXPERTS, "num_local_experts": 16, "sliding_window": 128}, 9, 30),
     "qwen3_moe": (
         "Qwen3Moe",
         "Qwen3MoeConfig",
         {**EXPERTS, "num_experts": 32, "moe_intermediate_size": 512, "norm_topk_prob": True},
-        10,
+        9,
         19,
     ),
 }

@@ -163,6 +163,12 @@ CALLS = {
         lambda: ops.experts(ONES(3, 4), ONES(5, 12, 4), ONES(5, 4, 6), torch.tensor([[0, 1]] * 3), ONES(3, 2)),
         ((3, 4), (5, 12, 4), (3, 2)),
     ),
+    "experts_add": (
+        lambda: ops.experts_add(
+            ONES(3, 4), ONES(3, 4), ONES(5, 12, 4), ONES(5, 4, 6), torch.tensor([[0, 1]] * 3), ONES(3, 2)
+        ),
+        ((3, 4), (5, 12, 4), (3, 2)),
+    ),
     "quantized_linear": (
         lambda: ops.quantized_linear(ONES(2, 4), ONES(3, 4).to(torch.int8), ONES(3)),
         ((2, 4), (3, 4)),

@@ -47,7 +47,7 @@ BUILDERS = {
     "varlen_attention": "varlen.varlen_attention",
 }
 # Operation → operation with the same spec type.
-SHARED = {"shuffled_linear": "linear", "shuffled_experts": "experts"}
+SHARED = {"shuffled_linear": "linear", "shuffled_experts": "experts", "experts_add": "experts"}
 
 
 def test_every_operation_is_listed():

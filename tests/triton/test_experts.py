@@ -17,7 +17,7 @@ from hf_rocm.ops.triton import experts
 from tests.amdgcn import suite
 from tests.ops.test_moe import LAYOUTS, arguments_of, drawn, eager, reference
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import compiled_once, here, random, routed
+from tests.triton.routed import compiled_once, here, random, routed, with_gaps
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -132,6 +132,27 @@ def test_it_rounds_like_separate_layers():
         assert differs.float().mean() < 2e-2, layout
 
 
+@every_dtype
+@every_layout
+def test_a_residual_is_added_after_the_result_is_rounded(layout, dtype):
+    """The result is bitwise equal to a separate sum, also with residuals that have gaps between their rows."""
+    for extra in LONGER:
+        tensors, keywords = drawn((2, 7, 3, 20 + extra, 9 + extra), dtype, layout)
+        residual = random(*tensors[0].shape, dtype=dtype, seed=1) * 30
+        expected = residual + routed("experts", *tensors, **keywords)
+        assert torch.equal(routed("experts_add", residual, *tensors, **keywords), expected)
+        assert torch.equal(routed("experts_add", with_gaps(residual), *tensors, **keywords), expected)
+
+
+def test_without_tokens_or_pairs_the_residual_remains():
+    tensors, _ = drawn((0, 4, 2, 16, 16), BF16, {})
+    assert routed("experts_add", random(0, 16, dtype=BF16), *tensors).shape == (0, 16)
+    (x, gate_up, down, ids, weights), _ = drawn((2, 4, 2, 16, 16), BF16, {})
+    residual = random(2, 16, dtype=BF16)
+    output = routed("experts_add", residual, x, gate_up, down, ids[:, :0], weights[:, :0])
+    assert torch.equal(output, residual) and output.data_ptr() != residual.data_ptr()
+
+
 def test_unselected_experts_are_not_read():
     (x, gate_up, down, _, weights), _ = drawn((2, 6, 2, 16, 24), BF16, {})
     ids = torch.tensor([[1, 3], [3, 1]])
@@ -168,7 +189,9 @@ def test_the_custom_op_passes_opcheck():
     tensors, keywords = drawn((2, 4, 2, 16, 8), torch.float32, LAYOUTS["gpt_oss"])
     *arguments, form = arguments_of(tensors, keywords)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.hf_rocm.triton_experts.default, (*arguments, *form), test_utils=checks)
+    for residual in (None, torch.ones_like(tensors[0])):
+        terms = (*arguments, residual, *form)
+        torch.library.opcheck(torch.ops.hf_rocm.triton_experts.default, terms, test_utils=checks)
 
 
 def test_only_a_few_pairs_are_served():

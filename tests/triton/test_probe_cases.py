@@ -30,6 +30,7 @@ KINDS = {
     "gated_delta_prefill": (BF16, BF16, torch.float32, CPU, 12, 20, 2, 4, False),
     "gated_delta_step": (BF16, BF16, torch.float32, CPU, 12, 20, 2, 4, False),
     "experts": (BF16, BF16, CPU, 4, 16, 8, 1, "clamped_swiglu", True, True, True, False, True, 0, False, False),
+    "experts_add": (BF16, BF16, CPU, 4, 16, 8, 1, "clamped_swiglu", True, True, True, False, True, 0, False, False),
     "mxfp4_experts": (BF16, torch.uint8, CPU, 4, 32, 32, 1, "clamped_swiglu", *PLAIN_AND_INTERLEAVED),
 }
 NAMES = {
@@ -49,6 +50,7 @@ NAMES = {
     "gated_delta_prefill": "recurrence_kernel",
     "gated_delta_step": "delta_step_kernel",
     "experts": "chosen_experts",
+    "experts_add": "chosen_experts",
     "mxfp4_experts": "chosen_experts",
 }
 

@@ -35,17 +35,32 @@ class Form(NamedTuple):
     """The layout of the weights, whether the routing weights scale the input, and the operation between the two GEMMs;
     see `hf_rocm.ops.experts`."""
 
-    activation: str
-    transposed: bool
-    interleaved: bool
-    weigh_input: bool
-    limit: float
-    alpha: float
+    activation: str = "silu"
+    transposed: bool = False
+    interleaved: bool = False
+    weigh_input: bool = False
+    limit: float = 7.0
+    alpha: float = 1.702
 
 
 class ExpertsCall(NamedTuple):
     """The arguments of `hf_rocm.ops.experts`, as its implementations take them."""
 
+    x: Tensor
+    gate_up: Tensor
+    down: Tensor
+    ids: Tensor
+    weights: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    form: Form
+
+
+class ExpertsAddCall(NamedTuple):
+    """The arguments of `hf_rocm.ops.experts_add`, as its implementations take them: `residual`, then an `ExpertsCall`.
+    """
+
+    residual: Tensor
     x: Tensor
     gate_up: Tensor
     down: Tensor

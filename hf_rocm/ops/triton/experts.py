@@ -21,7 +21,7 @@ from hf_rocm.ops.triton.tiles import ExpertsTile, down_tile, gate_up_tile
 
 if TYPE_CHECKING:
     from hf_rocm.device import Device
-    from hf_rocm.ops.specs.experts import ExpertsCall, ExpertsSpec
+    from hf_rocm.ops.specs.experts import ExpertsAddCall, ExpertsCall, ExpertsSpec
 
 NAME = "chosen_experts"
 
@@ -64,7 +64,14 @@ def _gain(spec: ExpertsSpec) -> str | None:
 def experts(call: ExpertsCall) -> Tensor:
     """See `hf_rocm.ops.experts`. Rounds where separate layers do, but rounds the sum over a token's experts once."""
     *tensors, form = call
-    result: Tensor = _traced(*tensors, *form)
+    result: Tensor = _traced(*tensors, None, *form)
+    return result
+
+
+def experts_add(call: ExpertsAddCall) -> Tensor:
+    """See `hf_rocm.ops.experts_add`. Rounds like `experts`, and once more after the residual sum."""
+    residual, *tensors, form = call
+    result: Tensor = _traced(*tensors, residual, *form)
     return result
 
 
@@ -76,6 +83,7 @@ def _forward(
     weights: Tensor,
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
+    residual: Tensor | None,
     activation: str,
     transposed: bool,
     interleaved: bool,
@@ -88,12 +96,14 @@ def _forward(
     if transposed:
         hidden, intermediate = intermediate, hidden
     if not ids.numel():
-        return out.zero_()
+        return out.zero_() if residual is None else out.copy_(residual)
     from hf_rocm.ops.triton.kernels import experts as kernels
 
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     if gate_up_bias is not None and down_bias is not None:
         gate_up_bias, down_bias = gate_up_bias.contiguous(), down_bias.contiguous()
+    if residual is not None:
+        residual = residual.contiguous()
     gated = x.new_empty((tokens * top_k, intermediate))
     tile = gate_up_tile(transposed)
     launch(
@@ -116,7 +126,7 @@ def _forward(
     launch(
         kernels.chosen_down,
         (tokens, -(-hidden // tile.n)),
-        (gated, down, down_bias, ids, weights, out, hidden, intermediate),
+        (gated, down, down_bias, ids, weights, residual, out, hidden, intermediate),
         {
             "TOP_K": top_k,
             "TRANSPOSED": transposed,
@@ -136,7 +146,7 @@ def _even(n: int, k: int, tile: ExpertsTile) -> bool:
 
 _traced = opaque(
     "triton_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor weights, Tensor? gate_up_bias, "
-    "Tensor? down_bias, str activation, bool transposed, bool interleaved, bool weigh_input, float limit, "
+    "Tensor? down_bias, Tensor? residual, str activation, bool transposed, bool interleaved, bool weigh_input, float limit, "
     "float alpha) -> Tensor",
     _forward,
     like,

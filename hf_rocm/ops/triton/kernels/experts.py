@@ -84,6 +84,7 @@ def chosen_down(
     bias,  # [E, H] or None
     ids,  # [T, k]
     scales,  # [T, k]
+    residual,  # [T, H] or None
     out,  # [T, H]
     h_size,
     i_size,
@@ -97,7 +98,10 @@ def chosen_down(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of one token, summed over its experts. BLOCK_E experts are read at a time."""
+    """Compute BLOCK_N columns of one token, summed over its experts, plus the residual.
+
+    BLOCK_E experts are read at a time.
+    """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     dtype: tl.constexpr = out.dtype.element_ty
@@ -125,7 +129,10 @@ def chosen_down(
         if not WEIGH_INPUT:
             product *= tl.load(scales + pairs).to(tl.float32)[:, None]
         total += tl.sum(product, 0)
-    tl.store(out + token * h_size + column, total.to(dtype), mask=column < h_size)
+    at = token * h_size + column
+    if residual is not None:
+        total = rounded(total, dtype) + tl.load(residual + at, mask=column < h_size, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(dtype), mask=column < h_size)
 
 
 @triton.jit
@@ -159,9 +166,15 @@ def _accumulate(
     return sums
 
 
+_TENSORS = {
+    chosen_gate_up: ("x", "weight", "bias", "scales", "out"),
+    chosen_down: ("x", "weight", "bias", "scales", "residual", "out"),
+}
+
+
 def _build(kernel: Any, tile: ExpertsTile, signature: dict[str, str], constants: dict[str, Any]) -> Build:
     """Build for bf16, with sizes that are multiples of the blocks."""
-    tensors = {name: "*bf16" for name in ("x", "weight", "bias", "scales", "out") if name not in constants}
+    tensors = {name: "*bf16" for name in _TENSORS[kernel] if name not in constants}
     return Build(
         kernel,
         {**tensors, "ids": "*i64", "h_size": "i32", "i_size": "i32", **signature},
@@ -175,13 +188,15 @@ def _build(kernel: Any, tile: ExpertsTile, signature: dict[str, str], constants:
 _TERMS = {"limit": "fp32", "alpha": "fp32"}
 _QWEN: dict[str, Any] = {"TOP_K": 8, "TRANSPOSED": False, "bias": None}
 _GPT_OSS: dict[str, Any] = {"TOP_K": 4, "TRANSPOSED": True}
+_WITHOUT: dict[str, Any] = {"residual": None}
 
 BUILDS = (
     _build(chosen_gate_up, gate_up_tile(False), _TERMS, {**_QWEN, "ACTIVATION": "silu", "INTERLEAVED": False}),
     _build(chosen_down, down_tile(1, 8, False, rocm=True), {}, _QWEN),
+    _build(chosen_down, down_tile(1, 8, False, rocm=True), {}, _QWEN | _WITHOUT),
     _build(
         chosen_gate_up, gate_up_tile(True), _TERMS, {**_GPT_OSS, "ACTIVATION": "clamped_swiglu", "INTERLEAVED": True}
     ),
     _build(chosen_down, down_tile(1, 4, True, rocm=True), {}, _GPT_OSS),
-    _build(chosen_down, down_tile(8, 4, True, rocm=True), {}, _GPT_OSS),
+    _build(chosen_down, down_tile(8, 4, True, rocm=True), {}, _GPT_OSS | _WITHOUT),
 )

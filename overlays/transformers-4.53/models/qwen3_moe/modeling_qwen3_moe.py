@@ -14,6 +14,7 @@ if overlay is not None and overlay.wanted(__name__):
         Qwen3MoeMLP,
         Qwen3MoeRMSNorm,
         Qwen3MoeRotaryEmbedding,
+        Qwen3MoeSparseMoeBlock,
         apply_rotary_pos_emb,
     )
 
@@ -27,6 +28,8 @@ if overlay is not None and overlay.wanted(__name__):
         Qwen3MoeExperts=layers.StackedExperts(),
         Qwen3MoeSparseMoeBlock=layers.SoftmaxMoE(normalise="norm_topk_prob"),
     )
+    if not layers.before("5.0"):
+        overlay.binds(Qwen3MoeSparseMoeBlock, layers.SparseMoE())
     # Older routers are part of the MoE block, or return probabilities instead of logits.
     if not layers.before("5.6"):
         overlay.binds_first(

@@ -12,6 +12,7 @@ if overlay is not None and overlay.wanted(__name__):
         GptOssAttention,
         GptOssDecoderLayer,
         GptOssExperts,
+        GptOssMLP,
         GptOssRMSNorm,
         GptOssRotaryEmbedding,
         GptOssTopKRouter,
@@ -29,6 +30,7 @@ if overlay is not None and overlay.wanted(__name__):
             activation="clamped_swiglu", limit="limit", alpha="alpha", transposed=True, interleaved=True
         ),
     )
+    overlay.binds(GptOssMLP, layers.SparseMoE(router="router"))
     overlay.binds(GptOssDecoderLayer, layers.PreNormLayer())
 
     @overlay.replaces(GptOssAttention, fuses=("q_proj", "k_proj", "v_proj"))

@@ -14,6 +14,7 @@ if overlay is not None and overlay.wanted(__name__):
         OlmoeExperts,
         OlmoeRMSNorm,
         OlmoeRotaryEmbedding,
+        OlmoeSparseMoeBlock,
         OlmoeTopKRouter,
         apply_rotary_pos_emb,
     )
@@ -23,6 +24,7 @@ if overlay is not None and overlay.wanted(__name__):
     overlay.binds(OlmoeRMSNorm, layers.RMSNorm(eps="variance_epsilon"))
     overlay.binds(OlmoeRotaryEmbedding, layers.RotaryEmbedding())
     overlay.binds(OlmoeExperts, layers.StackedExperts())
+    overlay.binds(OlmoeSparseMoeBlock, layers.SparseMoE())
     # Older routers return probabilities instead of logits.
     if not layers.before("5.6"):
         overlay.binds(OlmoeTopKRouter, layers.TopKRouter(normalise="norm_topk_prob"))

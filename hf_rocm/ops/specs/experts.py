@@ -57,8 +57,7 @@ class ExpertsCall(NamedTuple):
 
 
 class ExpertsAddCall(NamedTuple):
-    """The arguments of `hf_rocm.ops.experts_add`, as its implementations take them: `residual`, then an `ExpertsCall`.
-    """
+    """The arguments of `hf_rocm.ops.experts_add`, as its implementations take them: those of `experts` follow."""
 
     residual: Tensor
     x: Tensor

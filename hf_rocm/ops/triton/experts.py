@@ -146,8 +146,8 @@ def _even(n: int, k: int, tile: ExpertsTile) -> bool:
 
 _traced = opaque(
     "triton_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor weights, Tensor? gate_up_bias, "
-    "Tensor? down_bias, Tensor? residual, str activation, bool transposed, bool interleaved, bool weigh_input, float limit, "
-    "float alpha) -> Tensor",
+    "Tensor? down_bias, Tensor? residual, str activation, bool transposed, bool interleaved, bool weigh_input, "
+    "float limit, float alpha) -> Tensor",
     _forward,
     like,
 )

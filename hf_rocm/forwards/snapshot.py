@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_rocm.generation.states import FORWARDS, STEPS
 from hf_rocm.generation.watch import watches_of
 
 # The attributes of `nn.Module` itself on which a forward without gradients depends.
@@ -26,7 +27,16 @@ _OWN = frozenset(nn.Module().__dict__) - set(_READ)
 # Attributes on which no recorded forward depends: records that hf_rocm and transformers store in modules, and the other
 # attributes of `nn.Module` itself.
 _NOTES = frozenset(
-    ("_hf_rocm_stayed", "_hf_rocm_report", "_hf_rocm_inputs_note", "_compiled_call", "_last_compile_config", *_OWN)
+    (
+        "_hf_rocm_stayed",
+        "_hf_rocm_report",
+        "_hf_rocm_inputs_note",
+        FORWARDS,
+        STEPS,
+        "_compiled_call",
+        "_last_compile_config",
+        *_OWN,
+    )
 )
 
 # The comparisons of plain values, containers (whose contents are compared separately), methods, and by identity.
@@ -45,8 +55,8 @@ _guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", Non
 class Snapshot:
     """The state of one model. tensors: its weights and every other tensor among its attributes.
 
-    number: its number among the snapshots of the model. A snapshot references the parts of a model, not the model
-    itself. refused: why its state can't be compared, or None.
+    number: its number among the snapshots of the model. refused: why its state can't be compared, or None. The model
+    references its snapshots, so a snapshot references the parts of the model, but neither the model nor its `__dict__`.
     """
 
     def __init__(self, model: nn.Module, number: int) -> None:
@@ -66,16 +76,21 @@ class Snapshot:
         # with their own `__eq__`, and containers of such values.
         self._by_identity: list[tuple[Any, Any, Any]] = []
         seen: set[int] = set()
-        for module in modules:
+        # The attributes of the model itself, and those of them that are compared by identity.
+        self._own = _without_notes(model.__dict__)
+        self._add(self._own, self._own, seen)
+        self._own_by_identity = [(name, value) for holder, name, value in self._by_identity if holder is self._own]
+        self._by_identity = [item for item in self._by_identity if item[0] is not self._own]
+        for module in self._parts:
             own = module.__dict__
-            self._add(own, {name: value for name, value in own.items() if name not in _NOTES}, seen)
+            self._add(own, _without_notes(own), seen)
             self._live.append(own)
             self._copies.append(dict(own))
         self._empty = [live for live, copy in zip(self._live, self._copies, strict=True) if not copy]
         filled = [(live, copy) for live, copy in zip(self._live, self._copies, strict=True) if copy]
         self._live, self._copies = [live for live, _ in filled], [copy for _, copy in filled]
         # The dicts of modules, which may also contain notes.
-        self._of_modules = {id(module.__dict__) for module in modules}
+        self._of_modules = {id(module.__dict__) for module in self._parts}
         # The order of children, hooks and other items matters, unlike that of attributes, but == ignores it.
         self._ordered = [live for live in self._live if isinstance(live, dict) and id(live) not in self._of_modules]
         self._keys = [*chain.from_iterable(self._ordered)]
@@ -120,14 +135,17 @@ class Snapshot:
 
     def unchanged(self, model: nn.Module) -> bool:
         """Return whether the state is unchanged, apart from the tensors' addresses, which `in_place` compares."""
+        own = _without_notes(model.__dict__)
         try:
             return (
                 _equal(self._live, self._copies)
+                and _equal(own, self._own)
                 and _equal([*chain.from_iterable(self._ordered)], self._keys)
                 and not any(self._empty)
                 and type(model) is self._kind
                 and [type(module) for module in self._parts] == self._kinds
                 and all(holder[name] is value for holder, name, value in self._by_identity)
+                and all(own[name] is value for name, value in self._own_by_identity)
                 and self._same_forms()
                 and self._current_forwards() == self._forwards
                 and self._watch.holds()
@@ -137,7 +155,7 @@ class Snapshot:
             return False
 
     def _only_notes_changed(self, model: nn.Module) -> bool:
-        """Return whether only notes differ. Updates the stored notes."""
+        """Return whether only notes of modules inside the model differ. Updates the stored notes."""
         differing = [
             index
             for index, (now, before) in enumerate(zip(self._live, self._copies, strict=True))
@@ -214,5 +232,8 @@ def _equal(now: list[Any] | dict[Any, Any], before: list[Any] | dict[Any, Any]) 
         return False
 
 
-def _without_notes(own: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [item for item in own.items() if item[0] not in _NOTES]
+def _without_notes(own: dict[str, Any]) -> dict[str, Any]:
+    attributes = own.copy()
+    for name in _NOTES:
+        attributes.pop(name, None)
+    return attributes

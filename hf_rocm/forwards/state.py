@@ -22,7 +22,7 @@ from hf_rocm.forwards.recorded import Arena, RecordedForward
 from hf_rocm.forwards.snapshot import Snapshot
 from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.recorder import Recorder
-from hf_rocm.generation.states import States
+from hf_rocm.generation.states import FORWARDS, States
 
 # In the model's __dict__: the settings of a prepared model, as builtin types, so that copies and pickles keep them.
 SETTINGS = "_hf_rocm_forwards"
@@ -307,5 +307,5 @@ def refusal(name: str, reason: str) -> GraphError:
     )
 
 
-_states = States(State)
+_states = States(FORWARDS, State)
 state_of, known = _states.of, _states.known

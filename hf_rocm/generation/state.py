@@ -15,7 +15,7 @@ from hf_rocm.errors import GraphError
 from hf_rocm.generation import graph_teardown
 from hf_rocm.generation.fingerprint import Fingerprint
 from hf_rocm.generation.pool import Pool
-from hf_rocm.generation.states import States
+from hf_rocm.generation.states import STEPS, States
 from hf_rocm.ops.registry import Route
 
 # In the model's __dict__: the settings of a prepared model, as builtin types, which copies and pickles keep.
@@ -119,5 +119,5 @@ def _new(model: Any) -> State:
     return State(type(model).__name__, required=model.__dict__[SETTINGS]["required"])
 
 
-_states = States(_new)
+_states = States(STEPS, _new)
 state_of, known = _states.of, _states.known

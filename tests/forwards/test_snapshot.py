@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_rocm.forwards import snapshot
 from hf_rocm.forwards.snapshot import Snapshot
+from hf_rocm.generation.states import FORWARDS
 
 
 class Layer(nn.Module):
@@ -153,6 +156,41 @@ def test_a_note_is_no_change_but_the_order_of_children_is():
     model._hf_rocm_stayed = "another reason"
     exchange_layers(model)
     assert not saved.unchanged(model)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.__dict__.update(note="new"),
+        lambda model: delattr(model, "named"),
+        lambda model: model.register_forward_hook(print),
+        lambda model: model.register_buffer("number", torch.ones(())),
+        lambda model: model._modules.update(linear=model._modules.pop("linear")),
+        lambda model: model.eval(),
+    ],
+)
+def test_changes_of_the_model_itself_are_detected(change):
+    model = Layer().requires_grad_(False)
+    model.named, model.last = Named("a"), nn.Linear(8, 8)
+    saved = Snapshot(model, 0)
+    assert saved.unchanged(model)
+    change(model)
+    assert not saved.unchanged(model)
+
+
+def test_a_model_is_freed_with_the_snapshots_in_its_attributes():
+    model = Layer().requires_grad_(False)
+    model.named, model.many = Named("a"), [Named("a")]
+    saved = Snapshot(model, 0)
+    model.__dict__[FORWARDS] = [saved]
+    assert saved.unchanged(model)
+    references = weakref.ref(model), weakref.ref(saved), weakref.ref(model.linear)
+    gc.disable()
+    try:
+        del model, saved
+        assert [reference() for reference in references] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_a_shared_weight_is_compared_once(compared):

@@ -54,7 +54,16 @@ def experts_add(
 
 
 def one_kernel(
-    *tensors: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None, **form: Any
+    residual: Tensor,
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    *,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    **form: Any,
 ) -> bool:
     """Whether the experts' last kernel adds the residual; if not, `experts` and a sum have more routes.
 
@@ -65,7 +74,8 @@ def one_kernel(
         return False
     if any(candidate.tier == "user" for candidate in operations()["experts"].implementations):
         return False
-    return kernel_serves(_operation, specification(ExpertsAddCall(*tensors, gate_up_bias, down_bias, Form(**form))))
+    call = ExpertsAddCall(residual, x, gate_up, down, ids, weights, gate_up_bias, down_bias, Form(**form))
+    return kernel_serves(_operation, specification(call))
 
 
 def _experts(call: ExpertsAddCall) -> ExpertsCall:

@@ -28,6 +28,14 @@ def with_gaps(x: Tensor) -> Tensor:
     return wide[..., :-1, :]
 
 
+def shifted(tensor: Tensor) -> Tensor:
+    """Returns the same numbers at an address that is not a multiple of four."""
+    flat = tensor.new_zeros(tensor.numel() + 1)
+    flat[1:] = tensor.flatten()
+    assert flat[1:].data_ptr() % 4
+    return flat[1:].view(tensor.shape)
+
+
 def sizes(m: int, n: int, k: int) -> list[tuple[int, int, int]]:
     """Returns these sizes of a GEMM. For machine code, adds sizes that use the same compiled variant of the kernel.
 

@@ -14,10 +14,11 @@ from hf_rocm.errors import TierUnavailable
 from hf_rocm.ops import moe, moe_torch, probe
 from hf_rocm.ops.specs.experts import ExpertsSpec
 from hf_rocm.ops.triton import experts
+from hf_rocm.ops.triton import launch as launching
 from tests.amdgcn import suite
 from tests.ops.test_moe import LAYOUTS, arguments_of, drawn, eager, reference
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import compiled_once, here, random, routed, with_gaps
+from tests.triton.routed import compiled_once, here, random, routed, shifted, with_gaps
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -142,6 +143,19 @@ def test_a_residual_is_added_after_the_result_is_rounded(layout, dtype):
         expected = residual + routed("experts", *tensors, **keywords)
         assert torch.equal(routed("experts_add", residual, *tensors, **keywords), expected)
         assert torch.equal(routed("experts_add", with_gaps(residual), *tensors, **keywords), expected)
+
+
+@pytest.mark.parametrize("name", ["x", "gate_up", "down"])
+def test_numbers_that_can_not_be_read_in_pairs_have_the_same_result(name, monkeypatch):
+    """Tensors that begin between two words. The kernels read the rows of x and their own result, too, in words."""
+    tensors, _ = drawn((2, 7, 3, 20, 10), BF16, {})
+    used = []
+    monkeypatch.setattr(experts, "in_pairs", lambda *sizes: used.append(launching.in_pairs(*sizes)) or used[-1])
+    expected = routed("experts", *tensors)
+    index = ["x", "gate_up", "down"].index(name)
+    output = routed("experts", *(shifted(part) if place == index else part for place, part in enumerate(tensors)))
+    assert used == [True, True, index == 2, index < 2]
+    torch.testing.assert_close(output, expected, rtol=0.02, atol=0.02)
 
 
 def test_without_tokens_or_pairs_the_residual_remains():

@@ -13,11 +13,12 @@ from hf_rocm.device import Device
 from hf_rocm.errors import OptionError, TierUnavailable
 from hf_rocm.ops.linear import composed, eager_fused_linear, eager_linear
 from hf_rocm.ops.specs.linear import FusedLinearSpec, LinearSpec
+from hf_rocm.ops.triton import launch as launching
 from hf_rocm.ops.triton import linear
 from hf_rocm.weights.linear_routing import route_head
 from tests.amdgcn import suite
 from tests.tolerance import assert_as_good_as_eager
-from tests.triton.routed import assert_independent, compiled_once, exact, here, random, routed, sizes
+from tests.triton.routed import assert_independent, compiled_once, exact, here, random, routed, shifted, sizes
 
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
@@ -103,6 +104,40 @@ def test_it_rounds_like_separate_layers(form):
     # Run several full blocks, whose sums are not exact.
     if suite.gpu() is not None:
         as_good_as_eager(*call(2, torch.bfloat16, k=1091, **form))
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    "form", [{}, {"norm": False}, {"norm": True}, {"activation": "silu", "residual": True}], ids=str
+)
+@pytest.mark.parametrize(("n", "k"), [(18, 2048), (18, 2560), (38, 4096), (18, 4224), (18, 8192), (18, 9730)])
+def test_every_tile_for_one_row(n, k, form, dtype):
+    """The tile depends on K. In some, a block of the weight is loaded before the previous one is multiplied."""
+    arguments, keywords = call(1, dtype, n=n, k=k, **form)
+    as_good_as_eager(arguments, keywords)
+
+
+@every_dtype
+@pytest.mark.parametrize("one_plus", [False, True])
+@pytest.mark.parametrize("part", ["x", "weight", "norm", "fp32 norm"])
+def test_rows_that_can_not_be_read_in_pairs_have_the_same_result(part, one_plus, dtype, monkeypatch):
+    """Tensors that begin between two words, and a norm's weight in another dtype."""
+    if part == "fp32 norm" and not one_plus:
+        pytest.skip("not run: the kernel takes norms in another dtype only if they multiply by (1 + w)")
+    (x, weight, bias), keywords = call(1, dtype, norm=one_plus, residual=True, bias=True, k=130)
+    used = []
+    monkeypatch.setattr(linear, "in_pairs", lambda *sizes: used.append(launching.in_pairs(*sizes)) or used[-1])
+    expected = routed("fused_linear", x, weight, bias, **keywords)
+    norm = keywords["norm"]
+    if part == "fp32 norm":
+        keywords["norm"] = norm._replace(weight=norm.weight.float())
+    elif part == "norm":
+        keywords["norm"] = norm._replace(weight=shifted(norm.weight))
+    else:
+        x, weight = (shifted(tensor) if name == part else tensor for name, tensor in (("x", x), ("weight", weight)))
+    output = routed("fused_linear", x, weight, bias, **keywords)
+    assert used == [True, False]
+    torch.testing.assert_close(output, expected, rtol=2 * torch.finfo(dtype).eps, atol=0.01)
 
 
 def test_one_operation_replaces_all_parts():

@@ -15,7 +15,7 @@ from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.fakes import like
 from hf_rocm.ops.triton import detect
-from hf_rocm.ops.triton.launch import launch, warps
+from hf_rocm.ops.triton.launch import in_pairs, launch, warps
 from hf_rocm.ops.triton.norm import DTYPES
 from hf_rocm.ops.triton.tiles import ExpertsTile, down_tile, gate_up_tile
 
@@ -105,32 +105,38 @@ def _forward(
     if residual is not None:
         residual = residual.contiguous()
     gated = x.new_empty((tokens * top_k, intermediate))
+    pairs = not transposed and in_pairs(hidden, x, gate_up)
+    k = hidden // 2 if pairs else hidden
     tile = gate_up_tile(transposed)
     launch(
         kernels.chosen_gate_up,
         (tokens * top_k, -(-intermediate // tile.n)),
-        (x, gate_up, gate_up_bias, ids, weights, gated, hidden, intermediate, float(limit), float(alpha)),
+        (x, gate_up, gate_up_bias, ids, weights, gated, k, intermediate, float(limit), float(alpha)),
         {
             "TOP_K": top_k,
             "ACTIVATION": activation,
             "TRANSPOSED": transposed,
             "INTERLEAVED": interleaved,
             "WEIGH_INPUT": weigh_input,
+            "PAIRS": pairs,
             "EVEN": _even(intermediate, hidden, tile),
             **tile.constants(),
         },
         num_warps=warps(tile.threads, x.device),
         num_stages=tile.stages,
     )
+    pairs = not transposed and in_pairs(intermediate, gated, down)
+    k = intermediate // 2 if pairs else intermediate
     tile = down_tile(tokens, top_k, transposed, rocm=describe(x.device).rocm)
     launch(
         kernels.chosen_down,
         (tokens, -(-hidden // tile.n)),
-        (gated, down, down_bias, ids, weights, residual, out, hidden, intermediate),
+        (gated, down, down_bias, ids, weights, residual, out, hidden, k),
         {
             "TOP_K": top_k,
             "TRANSPOSED": transposed,
             "WEIGH_INPUT": weigh_input,
+            "PAIRS": pairs,
             "EVEN": _even(hidden, intermediate, tile),
             **tile.constants(),
         },

@@ -160,3 +160,10 @@ def units(device: torch.device) -> int:
     if counted is not None:
         return counted
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def in_pairs(k: int, x: Tensor, *others: Tensor | None) -> bool:
+    """Whether a kernel can read two numbers of these contiguous tensors [..., K] at a time; see `kernels.pairs`."""
+    tensors = [x, *[tensor for tensor in others if tensor is not None]]
+    halves = x.element_size() == 2 and k % 2 == 0
+    return halves and all([tensor.dtype == x.dtype and tensor.data_ptr() % 4 == 0 for tensor in tensors])

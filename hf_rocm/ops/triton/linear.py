@@ -14,7 +14,7 @@ from hf_rocm import options
 from hf_rocm.device import describe
 from hf_rocm.ops.custom_op import opaque
 from hf_rocm.ops.triton import detect, norm
-from hf_rocm.ops.triton.launch import launch, warps
+from hf_rocm.ops.triton.launch import in_pairs, launch, warps
 from hf_rocm.ops.triton.tiles import LinearTile, linear_tile
 
 if TYPE_CHECKING:
@@ -107,11 +107,13 @@ def _forward(
     if norm_weight is not None and (tile.matrix or gated):
         # for several rows, or with a gate, a separate kernel is faster than the norm in every program of the GEMM
         x, norm_weight = norm.rms_norm(x, norm_weight, eps, one_plus), None
-    before, further = norm_arguments(tile, norm_weight, eps, one_plus)
+    x, weight = x.contiguous(), weight.contiguous()
+    pairs = not tile.matrix and in_pairs(k, x, weight, norm_weight)
+    before, further = norm_arguments(tile, norm_weight, eps, one_plus, pairs=pairs)
     launch(
         kernels.few_rows if tile.matrix else kernels.matrix_vector,
         (-(-n // tile.n), -(-m // tile.m)),
-        (x.contiguous(), weight, None, bias, residual, out, m, n, k, *before),
+        (x, weight, None, bias, residual, out, m, n, k // 2 if pairs else k, *before),
         {
             "ACTIVATION": activation,
             "EVEN": k % (tile.splits * tile.k) == 0,
@@ -127,12 +129,13 @@ def _forward(
 
 
 def norm_arguments(
-    tile: LinearTile, weight: Tensor | None = None, eps: float = 0.0, one_plus: bool = False
+    tile: LinearTile, weight: Tensor | None = None, eps: float = 0.0, one_plus: bool = False, *, pairs: bool = False
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The last arguments of `matrix_vector` and its constant ONE_PLUS, which describe a norm. `few_rows` has none."""
+    """The last arguments and constants of `matrix_vector`, which `few_rows` does not have."""
     if tile.matrix:
         return (), {}
-    return (None if weight is None else weight.contiguous(), float(eps)), {"ONE_PLUS": one_plus}
+    norm = None if weight is None else weight.contiguous()
+    return (norm, float(eps)), {"ONE_PLUS": one_plus, "PAIRS": pairs, "AHEAD": pairs and tile.ahead}
 
 
 def empty_output(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:

@@ -24,7 +24,8 @@ SHORT, FEW_PIECES = range(513, 1537), 8
 class LinearTile(NamedTuple):
     """The tile of a GEMM. matrix: whether it uses matrix instructions. n, k: the block of W that a program processes
     at a time, k in each of `splits`. m: rows of x in a program with matrix instructions. parts: the number of programs
-    over which K is split."""
+    over which K is split. ahead: whether a program without matrix instructions loads a block before it multiplies the
+    previous one."""
 
     matrix: bool
     n: int
@@ -34,6 +35,7 @@ class LinearTile(NamedTuple):
     stages: int
     m: int = ROWS
     parts: int = 1
+    ahead: bool = False
 
     def constants(self) -> dict[str, int]:
         """The last arguments of the kernel."""
@@ -85,15 +87,21 @@ def _row_tile(n: int, k: int, gated: bool, normed: bool) -> LinearTile:
 
     normed: whether the kernel also computes a norm.
     """
-    # If K is not a multiple of 1024, a part of the last block is unused.
+    # If K is not a multiple of 1024, a part of the last block would be unused.
     whole = k % 1024 == 0
     if gated:
+        if k % 2048 == 0:
+            return LinearTile(False, 1, 2048, 1, 128, 2)
         return LinearTile(False, 2, 1024 if whole else 512, 1, 64, 2)
     if normed:
-        if whole:
-            return LinearTile(False, 4, 1024, 1, 64, 2)
-        return LinearTile(False, 2 if n <= NARROW else 4, 512, 1, 64, 2)
-    if n <= NARROW // 2 and k >= NARROW and k % 2048 == 0:
+        if k % 2048 == 0:
+            return LinearTile(False, 4, 2048, 1, 128, 2)
+        return LinearTile(False, 4, 1024, 1, 64, 2) if whole else LinearTile(False, 2, 512, 1, 32, 2)
+    if n <= NARROW // 2 and k >= 2 * NARROW and k % 2048 == 0:
+        return LinearTile(False, 1, 2048, 1, 128, 2)
+    if n <= NARROW and k >= NARROW:
+        return LinearTile(False, 2, 2048, 1, 128, 2, ahead=True)
+    if n <= NARROW and k % 2048 == 0:
         return LinearTile(False, 4, 2048, 1, 128, 2)
     if n < NARROW:
         return LinearTile(False, 4, 1024, 1, 128, 2)
@@ -273,6 +281,8 @@ def down_tile(tokens: int, top_k: int, transposed: bool, *, rocm: bool = False) 
     """The tile of the second GEMM, for this number of tokens and of experts per token."""
     experts = gcd(top_k, 4)
     if not transposed:
+        if tokens == 1 and top_k % 8 == 0 and not rocm:
+            return ExpertsTile(2, 256, 128, 2, 8)
         return ExpertsTile(2, 256, 64, 2, experts)
     if rocm:
         return ExpertsTile(16, 64, 128, 2, experts) if tokens <= FEW_TOKENS else ExpertsTile(32, 32, 128, 2, experts)
@@ -308,6 +318,10 @@ def mxfp4_down_tile(blocks: int, top_k: int, *, rocm: bool) -> Mxfp4Tile:
     """The tile of the second GEMM. A program has 64 threads (32 on NVIDIA) for each expert that it reads at a time."""
     wave, experts = 64 if rocm else 32, gcd(top_k, 4)
     return Mxfp4Tile(2, min(wave, power_of_two(blocks)), wave * experts, 2, experts)
+
+
+# The columns of a program that combines partial results. Such a program is one warp, so its sums need no barrier.
+GATHERED = 16
 
 
 class Plan(NamedTuple):

@@ -14,6 +14,7 @@ import triton.language as tl
 from hf_rocm.ops.triton.builds import Build
 from hf_rocm.ops.triton.kernels.activation import gated, rounded
 from hf_rocm.ops.triton.kernels.linear import piece
+from hf_rocm.ops.triton.kernels.pairs import WORD, high, low, together
 from hf_rocm.ops.triton.tiles import ExpertsTile, down_tile, gate_up_tile
 
 
@@ -34,6 +35,8 @@ def chosen_gate_up(
     TRANSPOSED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     WEIGH_INPUT: tl.constexpr,
+    # Whether numbers are read in pairs (see `pairs`); then h_size is H / 2, and the weight is not transposed.
+    PAIRS: tl.constexpr,
     # Whether I and H are multiples of the blocks.
     EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -52,7 +55,10 @@ def chosen_gate_up(
         n = first + both % BLOCK_N
         valid = n < i_size
         n += both // BLOCK_N * i_size
-    k = tl.arange(0, BLOCK_K)[None, :]
+    STEP: tl.constexpr = BLOCK_K // 2 if PAIRS else BLOCK_K
+    if PAIRS:
+        x, weight = x.to(WORD, bitcast=True), weight.to(WORD, bitcast=True)
+    k = tl.arange(0, STEP)[None, :]
     x += (pair // TOP_K).to(tl.int64) * h_size + k
     weight += expert * (2 * i_size * h_size)
     scale = tl.load(scales + pair).to(tl.float32)
@@ -62,8 +68,8 @@ def chosen_gate_up(
     else:
         weight += n[:, None] * h_size + k
         stride = 1
-    sums = tl.zeros([2 * BLOCK_N, BLOCK_K], tl.float32)
-    sums = _accumulate(sums, x, weight, k, valid[:, None], h_size, stride, scale, WEIGH_INPUT, EVEN, BLOCK_K)
+    sums = tl.zeros([2 * BLOCK_N, STEP // 4 if PAIRS else STEP], tl.float32)
+    sums = _accumulate(sums, x, weight, k, valid[:, None], h_size, stride, scale, dtype, WEIGH_INPUT, PAIRS, EVEN, STEP)
     product = tl.sum(sums, 1)
     if bias is not None:
         product += tl.load(bias + expert * (2 * i_size) + n, mask=valid, other=0.0).to(tl.float32)
@@ -91,6 +97,7 @@ def chosen_down(
     TOP_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     WEIGH_INPUT: tl.constexpr,
+    PAIRS: tl.constexpr,  # as in `chosen_gate_up`, but i_size is I / 2
     # Whether H and I are multiples of the blocks.
     EVEN: tl.constexpr,
     # A divisor of TOP_K.
@@ -106,7 +113,10 @@ def chosen_down(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     dtype: tl.constexpr = out.dtype.element_ty
     n = column[None, :, None]
-    k = tl.arange(0, BLOCK_K)[None, None, :]
+    STEP: tl.constexpr = BLOCK_K // 2 if PAIRS else BLOCK_K
+    if PAIRS:
+        x, weight = x.to(WORD, bitcast=True), weight.to(WORD, bitcast=True)
+    k = tl.arange(0, STEP)[None, None, :]
     if TRANSPOSED:
         weight += k * h_size + n
         stride = h_size
@@ -119,8 +129,8 @@ def chosen_down(
         experts = tl.load(ids + pairs).to(tl.int64)
         rows = x + pairs[:, None, None] * i_size + k
         selected = weight + experts[:, None, None] * (h_size * i_size)
-        sums = tl.zeros([BLOCK_E, BLOCK_N, BLOCK_K], tl.float32)
-        sums = _accumulate(sums, rows, selected, k, n < h_size, i_size, stride, 1.0, False, EVEN, BLOCK_K)
+        sums = tl.zeros([BLOCK_E, BLOCK_N, STEP // 4 if PAIRS else STEP], tl.float32)
+        sums = _accumulate(sums, rows, selected, k, n < h_size, i_size, stride, 1.0, dtype, False, PAIRS, EVEN, STEP)
         product = tl.sum(sums, 2)
         if bias is not None:
             at = bias + experts[:, None] * h_size + column[None, :]
@@ -137,10 +147,10 @@ def chosen_down(
 
 @triton.jit
 def _accumulate(
-    sums,  # [..., N, BLOCK_K]
-    # Addresses [..., 1, BLOCK_K].
+    sums,  # [..., N, STEP], with PAIRS [..., N, STEP / 4]
+    # Addresses [..., 1, STEP] of numbers or words.
     x,
-    # Addresses, with the same shape as sums.
+    # Addresses [..., N, STEP].
     weight,
     k,
     valid,
@@ -148,22 +158,34 @@ def _accumulate(
     # The stride of the weight along K.
     stride,
     scale,
+    dtype: tl.constexpr,
     SCALED: tl.constexpr,
+    PAIRS: tl.constexpr,
     EVEN: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    STEP: tl.constexpr,
 ):
     """Add the elementwise products of x and weight to sums, one block of K at a time, in fp32.
 
     SCALED: whether x is first multiplied by scale and rounded to its dtype.
     """
-    for start in tl.range(0, k_size, BLOCK_K):
+    for start in tl.range(0, k_size, STEP):
         inside = k < k_size - start
         part = piece(weight + start * stride, inside & valid, EVEN)
-        values = piece(x + start, inside, EVEN).to(tl.float32)
-        if SCALED:
-            values = rounded(values * scale, x.dtype.element_ty)
-        sums += part.to(tl.float32) * values
+        values = piece(x + start, inside, EVEN)
+        if PAIRS:
+            first = _factors(low(values, dtype), scale, dtype, SCALED)
+            second = _factors(high(values, dtype), scale, dtype, SCALED)
+            sums += together(low(part, dtype) * first + high(part, dtype) * second)
+        else:
+            sums += part.to(tl.float32) * _factors(values.to(tl.float32), scale, dtype, SCALED)
     return sums
+
+
+@triton.jit
+def _factors(values, scale, dtype: tl.constexpr, SCALED: tl.constexpr):
+    if SCALED:
+        return rounded(values * scale, dtype)
+    return values
 
 
 _TENSORS = {
@@ -178,7 +200,7 @@ def _build(kernel: Any, tile: ExpertsTile, signature: dict[str, str], constants:
     return Build(
         kernel,
         {**tensors, "ids": "*i64", "h_size": "i32", "i_size": "i32", **signature},
-        {**constants, "WEIGH_INPUT": False, "EVEN": True, **tile.constants()},
+        {**constants, "WEIGH_INPUT": False, "PAIRS": not constants["TRANSPOSED"], "EVEN": True, **tile.constants()},
         threads=tile.threads,
         num_stages=tile.stages,
         divisible=("h_size", "i_size"),

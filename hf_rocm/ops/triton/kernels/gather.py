@@ -7,6 +7,7 @@ import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
 from hf_rocm.ops.triton.kernels.decode import LOG2E
+from hf_rocm.ops.triton.tiles import GATHERED
 
 
 @triton.jit
@@ -55,7 +56,8 @@ def _build(value_dim: int, splits: int, dtype: str = "bf16") -> Build:
     return Build(
         gather_kernel,
         {"sums": "*fp32", "sinks": f"*{dtype}", "output": f"*{dtype}", "heads": "i32", "splits": "i32"},
-        {"VALUE_DIM": value_dim, "BLOCK": splits, "BLOCK_V": 64},
+        {"VALUE_DIM": value_dim, "BLOCK": splits, "BLOCK_V": GATHERED},
+        num_warps=1,
     )
 
 

@@ -16,6 +16,7 @@ import triton.language as tl
 from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11, Build
 from hf_rocm.ops.triton.kernels.codes import AMD
 from hf_rocm.ops.triton.kernels.eight_bit import to_dtype_of, to_fp32
+from hf_rocm.ops.triton.kernels.pairs import multiply_pairs
 from hf_rocm.ops.triton.kernels.result import finished, store, write_result
 from hf_rocm.ops.triton.tiles import eight_bit_tile, linear_tile
 
@@ -32,7 +33,7 @@ def matrix_vector(
     out,  # [1, N]
     m_size,
     n_size,
-    k_size,
+    k_size,  # with PAIRS, K / 2
     norm_weight,  # [K], the weight of the RMS norm of x, or None
     eps,
     # The activation of the gate, or None.
@@ -44,6 +45,8 @@ def matrix_vector(
     SELECT: tl.constexpr,  # see `eight_bit.to_fp32`
     # The norm multiplies by (1 + w).
     ONE_PLUS: tl.constexpr,
+    PAIRS: tl.constexpr,  # see `pairs`; needs 16-bit numbers, aligned to 4 bytes, and an even K
+    AHEAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -53,6 +56,56 @@ def matrix_vector(
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(n, n_size - 1)[:, None].to(tl.int64)
+    row_scale = None if GROUP else scale
+    if PAIRS:
+        tl.static_assert(scale is None)
+        sums, ups, squares = multiply_pairs(
+            x, weight, norm_weight, rows, n_size, k_size, ACTIVATION, EVEN, ONE_PLUS, AHEAD, BLOCK_N, BLOCK_K
+        )
+        k_size *= 2
+    else:
+        sums, ups, squares = _multiply(
+            x,
+            weight,
+            scale,
+            norm_weight,
+            rows,
+            n_size,
+            k_size,
+            ACTIVATION,
+            EVEN,
+            GROUP,
+            SELECT,
+            ONE_PLUS,
+            BLOCK_N,
+            BLOCK_K,
+        )
+    sums, ups = sums[None, :], ups[None, :]
+    if norm_weight is not None:
+        divided = tl.rsqrt(squares[:, None] / k_size + eps)
+        sums, ups = sums * divided, ups * divided
+    m = tl.arange(0, 1)
+    write_result(sums, ups, row_scale, bias, residual, out, m, n, m_size, n_size, ACTIVATION, 1)
+
+
+@triton.jit
+def _multiply(
+    x,
+    weight,
+    scale,
+    norm_weight,
+    rows,
+    n_size,
+    k_size,
+    ACTIVATION: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    SELECT: tl.constexpr,
+    ONE_PLUS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """`multiply_pairs` for numbers of any size."""
     columns = tl.arange(0, BLOCK_K)[None, :]
     sums = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     scales, up_scales, block = scale, scale, 0
@@ -90,13 +143,7 @@ def matrix_vector(
             squares += plain * plain
     if GROUP:
         sums, ups = tl.sum(sums, 2), tl.sum(ups, 2)
-    row_scale = None if GROUP else scale
-    sums, ups = tl.sum(sums, 1)[None, :], tl.sum(ups, 1)[None, :]
-    if norm_weight is not None:
-        divided = tl.rsqrt(tl.sum(squares, 1)[:, None] / k_size + eps)
-        sums, ups = sums * divided, ups * divided
-    m = tl.arange(0, 1)
-    write_result(sums, ups, row_scale, bias, residual, out, m, n, m_size, n_size, ACTIVATION, 1)
+    return tl.sum(sums, 1), tl.sum(ups, 1), tl.sum(squares, 1)
 
 
 @triton.jit
@@ -270,10 +317,11 @@ def _build(
         tile = eight_bit_tile(rows, n, gated, rocm=True, units=units)
         tensors["out"] = "fp32" if tile.parts > 1 else "bf16"
     further: dict[str, Any] = {}
+    pairs = weight == "bf16"
     if not tile.matrix:
         tensors["norm_weight"] = "bf16" * norm
         sizes["eps"] = "fp32"
-        further["ONE_PLUS"] = one_plus
+        further |= {"ONE_PLUS": one_plus, "PAIRS": pairs, "AHEAD": pairs and tile.ahead}
     return Build(
         few_rows if tile.matrix else matrix_vector,
         {**{name: f"*{dtype}" for name, dtype in tensors.items() if dtype}, **sizes},

@@ -87,27 +87,22 @@ def _row_tile(n: int, k: int, gated: bool, normed: bool) -> LinearTile:
 
     normed: whether the kernel also computes a norm.
     """
-    # If K is not a multiple of 1024, a part of the last block would be unused.
-    whole = k % 1024 == 0
+    whole, wide = k % 1024 == 0, k % 2048 == 0
     if gated:
-        if k % 2048 == 0:
-            return LinearTile(False, 1, 2048, 1, 128, 2)
-        return LinearTile(False, 2, 1024 if whole else 512, 1, 64, 2)
+        return LinearTile(False, 1, 2048, 1, 128, 2) if wide else LinearTile(False, 2, 1024 if whole else 512, 1, 64, 2)
     if normed:
-        if k % 2048 == 0:
+        if wide:
             return LinearTile(False, 4, 2048, 1, 128, 2)
         return LinearTile(False, 4, 1024, 1, 64, 2) if whole else LinearTile(False, 2, 512, 1, 32, 2)
-    if n <= NARROW // 2 and k >= 2 * NARROW and k % 2048 == 0:
+    if n > NARROW:
+        return LinearTile(False, 4, 1024, 1, 128, 2) if k >= 4096 else LinearTile(False, 4, 512, 1, 64, 2)
+    if wide and k >= 2 * NARROW and n <= NARROW // 2:
         return LinearTile(False, 1, 2048, 1, 128, 2)
-    if n <= NARROW and k >= NARROW:
+    if k >= NARROW:
         return LinearTile(False, 2, 2048, 1, 128, 2, ahead=True)
-    if n <= NARROW and k % 2048 == 0:
-        return LinearTile(False, 4, 2048, 1, 128, 2)
-    if n < NARROW:
-        return LinearTile(False, 4, 1024, 1, 128, 2)
-    if n == NARROW:
-        return LinearTile(False, 4, 1024, 1, 64, 2) if whole else LinearTile(False, 2, 512, 1, 64, 2)
-    return LinearTile(False, 4, 1024, 1, 128, 2) if k >= 4096 else LinearTile(False, 4, 512, 1, 64, 2)
+    if n == NARROW and not whole:
+        return LinearTile(False, 2, 512, 1, 64, 2)
+    return LinearTile(False, 4, 2048 if wide else 1024, 1, 64 if n == NARROW and not wide else 128, 2)
 
 
 def eight_bit_tile(rows: int, n: int, gated: bool, *, rocm: bool = False, units: int = 0) -> LinearTile:

@@ -97,7 +97,8 @@ def chosen_down(
     TOP_K: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     WEIGH_INPUT: tl.constexpr,
-    PAIRS: tl.constexpr,  # as in `chosen_gate_up`, but i_size is I / 2
+    # As in `chosen_gate_up`; then i_size is I / 2.
+    PAIRS: tl.constexpr,
     # Whether H and I are multiples of the blocks.
     EVEN: tl.constexpr,
     # A divisor of TOP_K.

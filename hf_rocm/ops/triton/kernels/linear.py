@@ -33,7 +33,8 @@ def matrix_vector(
     out,  # [1, N]
     m_size,
     n_size,
-    k_size,  # with PAIRS, K / 2
+    # K; with PAIRS, K / 2.
+    k_size,
     norm_weight,  # [K], the weight of the RMS norm of x, or None
     eps,
     # The activation of the gate, or None.
@@ -45,7 +46,8 @@ def matrix_vector(
     SELECT: tl.constexpr,  # see `eight_bit.to_fp32`
     # The norm multiplies by (1 + w).
     ONE_PLUS: tl.constexpr,
-    PAIRS: tl.constexpr,  # see `pairs`; needs 16-bit numbers, aligned to 4 bytes, and an even K
+    # Whether numbers are read in pairs. This needs 16-bit numbers, tensors aligned to 4 bytes, and an even K.
+    PAIRS: tl.constexpr,
     AHEAD: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,

@@ -74,7 +74,7 @@ def linear_tile(
         return LinearTile(True, 16, 128, 4, 128, 4 if n <= 2048 else 3, m)
     if not rocm:
         return _row_tile(n, k, gated, normed)
-    if arch == "gfx950" and n <= NARROW and not gated:
+    if arch in ("gfx942", "gfx950") and n <= NARROW and not gated:
         # This tile has twice the bytes in flight; computed, not measured.
         return LinearTile(False, 2, 1024, 1, 128, 2)
     if gated or n <= NARROW:

@@ -362,7 +362,7 @@ BUILDS = (
     _build(1, 6144),
     _build(1, 6144, norm=True),
     _build(1, 4096, norm=True, one_plus=True),
-    *(_build(1, 4096, residual=True, arch=arch) for arch in (None, "gfx950")),
+    *(_build(1, 4096, residual=True, arch=arch) for arch in (None, "gfx942", "gfx950")),
     _build(1, 14336, activation="silu"),
     *(_build(rows, 6144, arch=arch) for rows in (8, 32) for arch in ARCHITECTURES),
     _build(8, 4096, residual=True),

@@ -3,8 +3,8 @@
 transformers prepares every step from scratch: it reads signatures and configs, slices and copies tensors, and builds
 the masks, mostly while the GPU waits. Here transformers prepares the first step of a call. If its masks and positions
 are those of sequences with or without left padding, the following steps get the same arguments in resident tensors.
-One kernel advances these tensors and copies the token ids, when the next step is prepared. transformers prepares all
-other steps.
+These are advanced after the previous step is launched, while the GPU is still computing it, or, in steps that verify
+drafts, when the drafts are known. transformers prepares all other steps.
 """
 
 from __future__ import annotations
@@ -102,8 +102,6 @@ def _prepare(
         model.__dict__[NOTE] = replaced
     if step is not None and step.lacks(arguments):
         return inherited(input_ids, *positional, **step.restored(arguments, input_ids.shape[1]))
-    if step is not None:
-        step.hand_over(cache, arguments)
     inputs = inherited(input_ids, *positional, **arguments)
     if positional or (model.__dict__.get(MARK) == GPU and not input_ids.is_cuda):
         return inputs

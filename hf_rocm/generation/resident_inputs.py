@@ -142,8 +142,10 @@ class Step:
         tokens = self.tokens(input_ids)
         lookahead = cache.choice.lookahead if self.verifies and cache.choice else None
         launched = lookahead is not None and lookahead.prepares(self._position, input_ids)
-        placed = self._placed[tokens][1] if launched else self._settle(cache, tokens, self._last(input_ids, tokens))
+        placed = self._placed[tokens][1] if launched else self._settle(cache, tokens)
         self.residents.follow(None if self.verifies else input_ids)
+        if not launched:
+            _copy(input_ids[:, -tokens:], self.residents.input_ids)
         inputs = {**placed, "past_key_values": cache}
         if self._masked is not None:
             inputs["attention_mask"] = dict(inputs["attention_mask"])
@@ -197,8 +199,7 @@ class Step:
     def advance(self, cache: Any, arguments: dict[str, Any]) -> None:
         """Advance the tensors, and the arguments from which the next step is prepared, by one token.
 
-        transformers' own sampling loop does not read the tensors, so for it `inputs` advances them, together with the
-        token ids. In a call that verifies drafts, remove the growing arguments instead.
+        In a call that verifies drafts, remove the growing arguments instead.
         """
         if self.verifies:
             if not self._removed:
@@ -210,24 +211,13 @@ class Step:
             self._position = int(cache.get_seq_length())
             return
         self._position += 1
-        if not isinstance(cache, DecodeCache) or cache.choice is None:
-            self._catch_up(cache)
+        is_decode_cache = isinstance(cache, DecodeCache)
+        places = cache.places(1) if is_decode_cache and cache.has_room() else ()
+        # This runs while the device is busy.
+        self.residents.write(self._position, places)
         for name, value in self._given.items():
             self._given[name] = self._grown(value) if name == "attention_mask" else self.residents.clocks[name]
         arguments.update(self._given)
-
-    def hand_over(self, cache: Any, arguments: Mapping[str, Any]) -> None:
-        """Called before transformers prepares a step from these arguments, which may contain tensors of this object.
-
-        `advance` may have left it to `inputs` to write them.
-        """
-        behind = not self.verifies and self.residents.position != self._position
-        if behind and any(arguments.get(name) is clock for name, clock in self.residents.clocks.items()):
-            self._catch_up(cache)
-
-    def _catch_up(self, cache: Any) -> None:
-        places = cache.places(1) if isinstance(cache, DecodeCache) and cache.has_room() else ()
-        self.residents.write(self._position, places)
 
     def restored(self, arguments: Mapping[str, Any], length: int) -> dict[str, Any]:
         """Return the arguments of a step that transformers prepares, with those that `advance` removed.
@@ -283,13 +273,6 @@ class Step:
         self.residents = residents
         return placed
 
-    def _last(self, input_ids: Tensor, tokens: int) -> Source:
-        """Where the last tokens of input_ids, [B, S], are on the device."""
-        first, device, dtype = input_ids.shape[1] - tokens, self._form.device, self._form.dtypes[0]
-        if not input_ids.is_contiguous() or input_ids.device != device or input_ids.dtype != dtype:
-            input_ids, first = input_ids[:, first:].to(device, dtype).contiguous(), 0
-        return Source(input_ids, None, first, first + 1)
-
     def _take(self, tokens: int, widths: tuple[int, ...]) -> Residents:
         """The tensors for steps of this many tokens: the tensors of an earlier call, or new ones."""
         for form in [form for form in self.known if form.widths != widths]:
@@ -313,6 +296,14 @@ class Step:
         else:
             placed["attention_mask"] = {**placed["attention_mask"], **dict(zip(self._masked, tensors, strict=True))}
         return placed
+
+
+def _copy(tokens: Tensor, place: Tensor) -> None:
+    """Copy tokens with a kernel, because a memory copy between two kernels leaves a GPU idle for several µs."""
+    if tokens.device == place.device:
+        torch.add(tokens, 0, out=place)
+    else:
+        place.copy_(tokens)
 
 
 def _growing(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -245,55 +245,6 @@ def test_the_host_runs_fewer_operators(kind, pair, monkeypatch):
     assert seconds < stock_seconds
 
 
-def test_one_operation_writes_all_inputs_of_a_step(pair, monkeypatch):
-    """It also copies the token ids, so that only one kernel runs between the end of a step and the next step."""
-    prepared, stock = pair("llama")
-    expected = generate(stock, prompt(padded=2), new=NEW)
-    calls = []
-    monkeypatch.setattr(ops, "begin_step", lambda call, original=ops.begin_step: (calls.append(call), original(call)))
-    counts = []
-    for _ in range(4):
-        calls.clear()
-        assert torch.equal(generate(prepared, prompt(padded=2), new=NEW), expected)
-        assert [call.position for call in calls if call.ids is not None] == list(range(7, 7 + PREPARED))
-        counts.append(len(calls))
-    # The tensors of the first step are also written to compare them with the arguments that transformers has prepared.
-    # Calls that compare a replay write the inputs of earlier steps again.
-    assert min(counts) == 1 + PREPARED
-
-
-class Replacing(Streamer):
-    """Replaces transformers' method after some tokens, and records the position that the method then receives."""
-
-    def __init__(self, monkeypatch):
-        super().__init__()
-        self.monkeypatch = monkeypatch
-        self.received = []
-
-    def put(self, tokens):
-        super().put(tokens)
-        if len(self.tokens) == 12:
-            original = transformers.GenerationMixin.prepare_inputs_for_generation
-
-            @functools.wraps(original)
-            def prepare(model, input_ids, *args, **kwargs):
-                clocks = [kwargs.get(name) for name in ("cache_position", "position_ids")]
-                self.received += [(int(clock[..., -1]), input_ids.shape[1]) for clock in clocks if clock is not None]
-                return original(model, input_ids, *args, **kwargs)
-
-            self.monkeypatch.setattr(transformers.GenerationMixin, "prepare_inputs_for_generation", prepare)
-
-
-def test_a_method_replaced_during_a_call_receives_the_current_positions(pair, monkeypatch):
-    prepared, stock = pair("llama")
-    expected = generate(stock, prompt(rows=1), new=NEW)
-    generate(prepared, prompt(rows=1), new=NEW)
-    streamer = Replacing(monkeypatch)
-    assert torch.equal(generate(prepared, prompt(rows=1), new=NEW, streamer=streamer), expected)
-    assert streamer.received
-    assert all(position == length - 1 for position, length in streamer.received)
-
-
 class Edits(StoppingCriteria):
     """Changes the second-to-last token in place, after its keys and values were computed."""
 

@@ -79,23 +79,24 @@ class StackedExperts:
 class SparseMoE:
     """A sparse MLP with a router, which returns (logits, weights, ids) for rows, and the child `experts`.
 
-    router: the name of the router. Its stock forward runs, except in a layer with few rows, where the experts' kernel
-    can include the residual sum.
+    router: the name of the router. The module's stock forward runs, except in a layer with few rows, where the experts'
+    kernel can include the residual sum.
     """
 
     router: str = "gate"
 
     def forward(self, module: Any, stock: Callable[..., Any], x: Tensor, fused: PrenormResidual | None = None) -> Any:
         """x: [B, S, H]. Returns what stock returns; with a residual in `fused`, the output [B, S, H] alone."""
-        residual = None if fused is None else fused.residual
-        experts = module._modules["experts"]
-        binding = None if residual is None else unhooked_binding(experts, x)
+        if fused is None or fused.residual is None:
+            return stock(module, x)
+        experts = child(module, "experts")
+        binding = unhooked_binding(experts, x) if isinstance(experts, nn.Module) else None
         layer = None if binding is None else binding.layer
-        if fused is None or residual is None or binding is None or not isinstance(layer, StackedExperts):
+        if binding is None or not isinstance(layer, StackedExperts):
             return stock(module, x)
         rows = fused.normed(x).flatten(0, -2)
-        _, weights, ids = module._modules[self.router](rows)
-        output = layer.apply(experts, rows, ids, weights, residual.flatten(0, -2))
+        _, weights, ids = child(module, self.router)(rows)
+        output = layer.apply(experts, rows, ids, weights, fused.residual.flatten(0, -2))
         if output is None:
             output = binding.stock(experts, rows, ids, weights)
         else:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, compiler
 
 from hf_rocm import options
+from hf_rocm.errors import OptionError
 from hf_rocm.ops import moe, moe_torch
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.probe_cases import Draw
@@ -42,11 +43,14 @@ def experts_add(
     """residual + experts(x, …). Rounds where separate operations would round.
 
     residual: [T, H] in x's dtype. The other arguments are those of `hf_rocm.ops.experts`. Returns a new tensor, [T, H].
-    Raises `OptionError` like `experts`.
+    Raises `OptionError` like `experts`, and if the residual differs from x in shape or dtype.
     """
     form = Form(activation, transposed, interleaved, weigh_input, limit, alpha)
     call = ExpertsAddCall(residual, x, gate_up, down, ids, weights, gate_up_bias, down_bias, form)
     moe.check(_experts(call))
+    if not _alike(call):
+        found = f"{residual.dtype} {list(residual.shape)} and {x.dtype} {list(x.shape)}"
+        raise OptionError("experts_add requires a residual of x's shape and dtype", facts={"found": found})
     spec = specification(call)
     serve = _operation.traced(spec) if compiling() or compiler._is_compiling_flag else _operation.calls[spec]
     result: Tensor = serve(call)
@@ -65,9 +69,9 @@ def one_kernel(
     down_bias: Tensor | None = None,
     **form: Any,
 ) -> bool:
-    """Whether the experts' last kernel adds the residual; if not, `experts` and a sum have more routes.
+    """Whether the experts' last kernel adds the residual. If not, call `experts` and add it.
 
-    The arguments are those of `experts_add`.
+    More implementations serve `experts`. The arguments are those of `experts_add`.
     """
     current = options.current()
     if current.aiter["experts"] is Switch.REQUIRED or current.tier("experts") not in (None, "triton"):
@@ -75,7 +79,11 @@ def one_kernel(
     if any(candidate.tier == "user" for candidate in operations()["experts"].implementations):
         return False
     call = ExpertsAddCall(residual, x, gate_up, down, ids, weights, gate_up_bias, down_bias, Form(**form))
-    return kernel_serves(_operation, specification(call))
+    return _alike(call) and kernel_serves(_operation, specification(call))
+
+
+def _alike(call: ExpertsAddCall) -> bool:
+    return call.residual.shape == call.x.shape and call.residual.dtype == call.x.dtype
 
 
 def _experts(call: ExpertsAddCall) -> ExpertsCall:

@@ -104,6 +104,25 @@ def _changed(output: Any, calls: list[int]) -> Any:
     return (first * 1.5, *(value * 1.5 if value.is_floating_point() else value for value in rest))
 
 
+@pytest.mark.parametrize("part", ["experts", "router"])
+@pytest.mark.parametrize("removed", [False, True])
+def test_an_attribute_of_the_instance_takes_precedence(pair, few, part, removed):
+    """As in stock, a function in the block's `__dict__` is called instead of the child, which may no longer exist."""
+    name, *models = pair
+    attribute = {"experts": "experts", "router": ROUTERS[name]}[part]
+    outputs = []
+    for model in models:
+        calls: list[int] = []
+        block = model.model.layers[0].mlp
+        module = getattr(block, attribute)
+        if removed:
+            delattr(block, attribute)
+        block.__dict__[attribute] = lambda *args, module=module, calls=calls: _changed(module(*args), calls)
+        outputs.append(run(model)[0])
+        assert calls == [1]
+    assert_same(outputs[1], outputs[0])
+
+
 def test_another_experts_implementation_stays_stock(pair, few):
     _, stock, actual = pair
     for model in (stock, actual):

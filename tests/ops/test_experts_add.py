@@ -92,3 +92,12 @@ def test_errors_are_those_of_experts():
         ops.experts_add(residual, *tensors, activation="relu")
     with pytest.raises(OptionError, match="both biases or neither"):
         ops.experts_add(residual, *tensors, gate_up_bias=torch.zeros(7, 18))
+
+
+@pytest.mark.parametrize("change", ["shape", "dtype"])
+def test_a_residual_that_differs_from_x_is_refused(change, kernel):
+    residual, tensors, keywords = call()
+    wrong = residual[:1] if change == "shape" else residual.double()
+    assert not one_kernel(wrong, *tensors, **keywords)
+    with pytest.raises(OptionError, match="a residual of x's shape and dtype"):
+        ops.experts_add(wrong, *tensors, **keywords)

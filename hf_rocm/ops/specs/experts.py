@@ -57,7 +57,7 @@ class ExpertsCall(NamedTuple):
 
 
 class ExpertsAddCall(NamedTuple):
-    """The arguments of `hf_rocm.ops.experts_add`, as its implementations take them: those of `experts` follow."""
+    """The arguments of `experts_add`, as its implementations take them: `residual`, then those of `experts`."""
 
     residual: Tensor
     x: Tensor

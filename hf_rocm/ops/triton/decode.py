@@ -16,7 +16,7 @@ from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton.launch import cached, dense, form, forms_of, forms_of_strides, launch, power_of_two, units
 from hf_rocm.ops.triton.norm import DTYPES
 from hf_rocm.ops.triton.rope import Norms
-from hf_rocm.ops.triton.tiles import GATHERED, plan
+from hf_rocm.ops.triton.tiles import GATHERED_COLUMNS, plan
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -287,7 +287,7 @@ def _work(
     )
     alone = division.splits == 1
     wide = max(16, power_of_two(value_dim))
-    columns = min(GATHERED, wide)
+    columns = min(GATHERED_COLUMNS, wide)
     return _Work(
         grid=(division.splits, kv_heads * division.pieces, b),
         constants={

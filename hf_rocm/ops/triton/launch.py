@@ -163,7 +163,11 @@ def units(device: torch.device) -> int:
 
 
 def in_pairs(k: int, x: Tensor, *others: Tensor | None) -> bool:
-    """Whether a kernel can read two numbers of these contiguous tensors [..., K] at a time; see `kernels.pairs`."""
+    """Whether a kernel can read two numbers of these tensors [..., K] at a time; see `kernels.pairs`.
+
+    If K is an odd multiple of 16, rows of K / 2 words are not multiples of 16, so Triton would load single words.
+    """
+    if x.element_size() != 2 or k % 2 or k % 32 == 16:
+        return False
     tensors = [x, *[tensor for tensor in others if tensor is not None]]
-    halves = x.element_size() == 2 and k % 2 == 0
-    return halves and all([tensor.dtype == x.dtype and tensor.data_ptr() % 4 == 0 for tensor in tensors])
+    return all([tensor.dtype == x.dtype and tensor.data_ptr() % 4 == 0 for tensor in tensors])

@@ -24,8 +24,8 @@ SHORT, FEW_PIECES = range(513, 1537), 8
 class LinearTile(NamedTuple):
     """The tile of a GEMM. matrix: whether it uses matrix instructions. n, k: the block of W that a program processes
     at a time, k in each of `splits`. m: rows of x in a program with matrix instructions. parts: the number of programs
-    over which K is split. ahead: whether a program without matrix instructions loads a block before it multiplies the
-    previous one."""
+    over which K is split. ahead: whether the next block is loaded before the current one is multiplied (without
+    matrix instructions only)."""
 
     matrix: bool
     n: int
@@ -316,7 +316,7 @@ def mxfp4_down_tile(blocks: int, top_k: int, *, rocm: bool) -> Mxfp4Tile:
 
 
 # The columns of a program that combines partial results. Such a program is one warp, so its sums need no barrier.
-GATHERED = 16
+GATHERED_COLUMNS = 16
 
 
 class Plan(NamedTuple):

@@ -14,7 +14,7 @@ import triton.language as tl
 from hf_rocm.ops.triton.builds import Build
 from hf_rocm.ops.triton.kernels.activation import gated, rounded
 from hf_rocm.ops.triton.kernels.linear import piece
-from hf_rocm.ops.triton.kernels.pairs import WORD, high, low, together
+from hf_rocm.ops.triton.kernels.pairs import WORD, high, low, sum_of_four
 from hf_rocm.ops.triton.tiles import ExpertsTile, down_tile, gate_up_tile
 
 
@@ -176,7 +176,7 @@ def _accumulate(
         if PAIRS:
             first = _factors(low(values, dtype), scale, dtype, SCALED)
             second = _factors(high(values, dtype), scale, dtype, SCALED)
-            sums += together(low(part, dtype) * first + high(part, dtype) * second)
+            sums += sum_of_four(low(part, dtype) * first + high(part, dtype) * second)
         else:
             sums += part.to(tl.float32) * _factors(values.to(tl.float32), scale, dtype, SCALED)
     return sums

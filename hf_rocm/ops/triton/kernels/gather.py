@@ -7,7 +7,7 @@ import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
 from hf_rocm.ops.triton.kernels.decode import LOG2E
-from hf_rocm.ops.triton.tiles import GATHERED
+from hf_rocm.ops.triton.tiles import GATHERED_COLUMNS
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def _build(value_dim: int, splits: int, dtype: str = "bf16") -> Build:
     return Build(
         gather_kernel,
         {"sums": "*fp32", "sinks": f"*{dtype}", "output": f"*{dtype}", "heads": "i32", "splits": "i32"},
-        {"VALUE_DIM": value_dim, "BLOCK": splits, "BLOCK_V": GATHERED},
+        {"VALUE_DIM": value_dim, "BLOCK": splits, "BLOCK_V": GATHERED_COLUMNS},
         num_warps=1,
     )
 

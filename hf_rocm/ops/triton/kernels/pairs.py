@@ -1,7 +1,7 @@
 """Products of a vector and rows of a matrix with numbers of 16 bits, which are read in pairs, as words of 32 bits.
 
-The compiler separates a block of 16-bit numbers as soon as it is loaded, so a program waits for the block, and keeps it
-in twice as many registers. Words are separated when they are multiplied.
+The compiler converts a block of 16-bit numbers as soon as it is loaded, so a program waits for the block, and keeps it
+in twice as many registers. Words are converted when they are multiplied.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def multiply_pairs(
     """The products of x with these rows, with the rows of the second half of weight, and of x with itself.
 
     If there is a norm, x is multiplied by its weight in the first two products. Without a gate, the second product is
-    the first one. AHEAD: a block is loaded before the previous one is multiplied. Returns [N], [N] and [1] in fp32.
+    zero. AHEAD: the next block is loaded before the current one is multiplied. Returns [N], [N] and [1] in fp32.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     size: tl.constexpr = BLOCK_K // 2
@@ -65,15 +65,15 @@ def multiply_pairs(
         pairs = _read(x + k, inside, EVEN, "")
         even, odd = low(pairs, dtype), high(pairs, dtype)
         if norm_weight is not None:
-            squares += together(even * even + odd * odd)
+            squares += sum_of_four(even * even + odd * odd)
             factors = _read(norm_weight + k, inside, EVEN, "")
             if ONE_PLUS:
                 even, odd = even * (1.0 + low(factors, dtype)), odd * (1.0 + high(factors, dtype))
             else:
                 even, odd = even * low(factors, dtype), odd * high(factors, dtype)
-        sums += together(low(first, dtype) * even + high(first, dtype) * odd)
+        sums += sum_of_four(low(first, dtype) * even + high(first, dtype) * odd)
         if ACTIVATION is not None:
-            ups += together(low(second, dtype) * even + high(second, dtype) * odd)
+            ups += sum_of_four(low(second, dtype) * even + high(second, dtype) * odd)
         if AHEAD:
             first = next_first
             if ACTIVATION is not None:
@@ -98,13 +98,14 @@ def low(words, dtype: tl.constexpr):
 
 @triton.jit
 def high(words, dtype: tl.constexpr):
+    """The second number of every pair, in fp32."""
     if dtype == tl.bfloat16:
         return (words & -65536).to(tl.float32, bitcast=True)
     return (words >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def together(products):
+def sum_of_four(products):
     """Add the products of every four words, which one thread has, so that the sums need fewer registers.
 
     products: [N, W] or [E, N, W].

@@ -83,7 +83,7 @@ def linear_tile(
 
 
 def _row_tile(n: int, k: int, gated: bool, normed: bool) -> LinearTile:
-    """The tile for one row on NVIDIA: the fastest measured one, or one within 2 % of it.
+    """The tile for one row on NVIDIA: the fastest measured one, or one within 4 % of it.
 
     normed: whether the kernel also computes a norm.
     """

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_rocm.generation.states import FORWARDS, STEPS
+from hf_rocm.generation.states import NOTES
 from hf_rocm.generation.watch import watches_of
 
 # The attributes of `nn.Module` itself on which a forward without gradients depends.
@@ -26,18 +26,7 @@ _OWN = frozenset(nn.Module().__dict__) - set(_READ)
 
 # Attributes on which no recorded forward depends: records that hf_rocm and transformers store in modules, and the other
 # attributes of `nn.Module` itself.
-_NOTES = frozenset(
-    (
-        "_hf_rocm_stayed",
-        "_hf_rocm_report",
-        "_hf_rocm_inputs_note",
-        FORWARDS,
-        STEPS,
-        "_compiled_call",
-        "_last_compile_config",
-        *_OWN,
-    )
-)
+_NOTES = NOTES | _OWN
 
 # The comparisons of plain values, containers (whose contents are compared separately), methods, and by identity.
 _COMPARISONS: frozenset[Any] = frozenset(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from hf_rocm.generation.states import FORWARDS, STEPS
+from hf_rocm.generation.states import NOTES
 from hf_rocm.generation.watch import Watches, attributes_of, modules_of
 from hf_rocm.layers.weight_group import SLOT, WeightGroup
 
@@ -59,14 +59,8 @@ _IGNORED = frozenset(
         "config",
         "generation_config",
         "_cache",
-        "_compiled_call",
-        "_last_compile_config",
         "_previous_max_cache_length",
-        "_hf_rocm_stayed",
-        "_hf_rocm_report",
-        "_hf_rocm_inputs_note",
-        FORWARDS,
-        STEPS,
+        *NOTES,
     )
 )
 

@@ -20,6 +20,18 @@ StateT = TypeVar("StateT")
 # In a model's __dict__: the states of its recorded forwards and of its recorded steps. Comparisons of models ignore
 # them.
 FORWARDS, STEPS = "_hf_rocm_recorded_forwards", "_hf_rocm_recorded_steps"
+# Attributes of models and modules with records on which no recording depends.
+NOTES = frozenset(
+    (
+        "_hf_rocm_stayed",
+        "_hf_rocm_report",
+        "_hf_rocm_inputs_note",
+        "_compiled_call",
+        "_last_compile_config",
+        FORWARDS,
+        STEPS,
+    )
+)
 
 
 class States(Generic[StateT]):

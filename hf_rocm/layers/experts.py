@@ -28,7 +28,7 @@ from hf_rocm.ops.moe import max_pairs
 from hf_rocm.ops.routing import one_kernel
 from hf_rocm.overlay.replacements import unchanged
 
-# Takes the rows, the ids, the weights and, optionally, a residual, which is added to the result.
+# Takes the rows, the ids and the weights; the function of `given_experts` also takes a residual, which it adds.
 Experts = Callable[..., Tensor]
 
 _INTERFACE = "transformers.integrations.moe"
@@ -184,22 +184,17 @@ def given_experts(
 
     def run(rows: Tensor, ids: Tensor, weights: Tensor, residual: Tensor | None = None) -> Tensor:
         copies = None if form or first_bias is not None else shuffled_experts(module, rows)
+        terms = {"activation": known or "", "gate_up_bias": first_bias, "down_bias": second_bias, **form}
+        tensors = rows, first, second, ids, weights
         if copies is not None:
             output = ops.shuffled_experts(rows, *copies, ids, weights, activation=known or "")
-            return output if residual is None else residual + output
-        terms = {"activation": known or "", "gate_up_bias": first_bias, "down_bias": second_bias, **form}
-        return _plus(residual, rows, first, second, ids, weights, **terms)
+        elif residual is not None and one_sum(residual, *tensors, **terms):
+            return ops.experts_add(residual, *tensors, **terms)
+        else:
+            output = ops.experts(*tensors, **terms)
+        return output if residual is None else residual + output
 
     return run
-
-
-def _plus(residual: Tensor | None, *tensors: Tensor, **terms: Any) -> Tensor:
-    """Return the residual plus the experts' output, in one operation if one kernel computes both."""
-    if residual is None:
-        return ops.experts(*tensors, **terms)
-    if one_sum(residual, *tensors, **terms):
-        return ops.experts_add(residual, *tensors, **terms)
-    return residual + ops.experts(*tensors, **terms)
 
 
 def listed_experts(module: Any, x: Tensor, *, extra_reason: str | None = None) -> Experts | None:

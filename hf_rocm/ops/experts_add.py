@@ -16,7 +16,7 @@ from hf_rocm.errors import OptionError
 from hf_rocm.ops import moe, moe_torch
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.probe_cases import Draw
-from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves, operations, refuses_nothing
+from hf_rocm.ops.registry import Case, Implementation, Operation, chosen_elsewhere, kernel_serves, refuses_nothing
 from hf_rocm.ops.specs.experts import ExpertsAddCall, ExpertsCall, ExpertsSpec, Form
 from hf_rocm.ops.triton import detect
 from hf_rocm.ops.triton import experts as triton
@@ -73,10 +73,7 @@ def one_kernel(
 
     More implementations serve `experts`. The arguments are those of `experts_add`.
     """
-    current = options.current()
-    if current.aiter["experts"] is Switch.REQUIRED or current.tier("experts") not in (None, "triton"):
-        return False
-    if any(candidate.tier == "user" for candidate in operations()["experts"].implementations):
+    if options.current().aiter["experts"] is Switch.REQUIRED or chosen_elsewhere(["experts"]) is not None:
         return False
     call = ExpertsAddCall(residual, x, gate_up, down, ids, weights, gate_up_bias, down_bias, Form(**form))
     return _alike(call) and kernel_serves(_operation, specification(call))

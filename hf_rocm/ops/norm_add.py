@@ -16,7 +16,7 @@ from hf_rocm.errors import OptionError
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.ops.pointwise import eager_rms_norm, torch_rms_norm
 from hf_rocm.ops.probe_cases import LENGTH, Draw
-from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves, operations, refuses_nothing
+from hf_rocm.ops.registry import Case, Implementation, Operation, chosen_elsewhere, kernel_serves, refuses_nothing
 from hf_rocm.ops.specs.pointwise import Norm, NormAddSpec
 from hf_rocm.ops.triton import norm as triton
 from hf_rocm.ops.triton.detect import checked as checked_triton
@@ -41,10 +41,7 @@ def one_kernel(x: Tensor, residual: Tensor, norm: Norm, then: Norm | None = None
     """Whether one kernel computes `norm_add`, which is faster than several calls."""
     if then is not None and not _alike(norm, then):
         return False
-    current = options.current()
-    if current.aiter["rms_norm"] is Switch.REQUIRED or current.tier("rms_norm") not in (None, "triton"):
-        return False
-    if any(candidate.tier == "user" for candidate in operations()["rms_norm"].implementations):
+    if options.current().aiter["rms_norm"] is Switch.REQUIRED or chosen_elsewhere(["rms_norm"]) is not None:
         return False
     return kernel_serves(_operation, _specification(x, residual, norm, then))
 

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
 from hf_rocm.ops.triton.kernels.activation import gated, rounded
-from hf_rocm.ops.triton.kernels.linear import piece
 from hf_rocm.ops.triton.kernels.pairs import WORD, high, low, sum_of_four
+from hf_rocm.ops.triton.kernels.pieces import piece
 from hf_rocm.ops.triton.tiles import ExpertsTile, down_tile, gate_up_tile
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from hf_rocm.ops.four_bit import SIGNED, kernel_groups, run_length
 from hf_rocm.ops.triton.builds import ARCHITECTURES, Build
 from hf_rocm.ops.triton.kernels.codes import AMD, NVIDIA, coded_run, load_table
-from hf_rocm.ops.triton.kernels.linear import piece, read_once
+from hf_rocm.ops.triton.kernels.pieces import piece, read_once
 from hf_rocm.ops.triton.kernels.result import write_result
 from hf_rocm.ops.triton.tiles import four_bit_tile
 

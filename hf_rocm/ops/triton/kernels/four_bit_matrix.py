@@ -8,7 +8,8 @@ import triton.language as tl
 from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11
 from hf_rocm.ops.triton.kernels.codes import NVIDIA, coded, load_table, result_at, run_of
 from hf_rocm.ops.triton.kernels.four_bit import build, decoded_scale, factors_at, inserted, integers, stored_at
-from hf_rocm.ops.triton.kernels.linear import part_of, piece
+from hf_rocm.ops.triton.kernels.linear import part_of
+from hf_rocm.ops.triton.kernels.pieces import piece
 from hf_rocm.ops.triton.kernels.result import write_result
 
 _NVIDIA = tl.constexpr(NVIDIA)

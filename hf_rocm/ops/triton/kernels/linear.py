@@ -17,6 +17,7 @@ from hf_rocm.ops.triton.builds import ARCHITECTURES, GFX11, Build
 from hf_rocm.ops.triton.kernels.codes import AMD
 from hf_rocm.ops.triton.kernels.eight_bit import to_dtype_of, to_fp32
 from hf_rocm.ops.triton.kernels.pairs import multiply_pairs
+from hf_rocm.ops.triton.kernels.pieces import piece, read_once
 from hf_rocm.ops.triton.kernels.result import finished, store, write_result
 from hf_rocm.ops.triton.tiles import eight_bit_tile, linear_tile
 
@@ -246,21 +247,6 @@ def part_of(k_size, STEP: tl.constexpr, PARTS: tl.constexpr):
         length = tl.cdiv(tl.cdiv(k_size, STEP), PARTS) * STEP
         begin = tl.program_id(2) * length
         return begin, tl.minimum(begin + length, k_size)
-
-
-@triton.jit
-def piece(at, inside, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(at)
-    return tl.load(at, mask=inside, other=0.0)
-
-
-@triton.jit
-def read_once(at, inside, EVEN: tl.constexpr):
-    """`piece`, for numbers that the step does not read again: on NVIDIA GPUs, other data stays in the cache longer."""
-    if EVEN:
-        return tl.load(at, eviction_policy="evict_first")
-    return tl.load(at, mask=inside, other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from hf_rocm.ops.triton.builds import Build
+from hf_rocm.ops.triton.kernels.pieces import piece, read_once
 
 WORD = tl.constexpr(tl.pointer_type(tl.int32))
 
@@ -34,7 +35,8 @@ def multiply_pairs(
     """The products of x with these rows, with the rows of the second half of weight, and of x with itself.
 
     If there is a norm, x is multiplied by its weight in the first two products. Without a gate, the second product is
-    zero. AHEAD: the next block is loaded before the current one is multiplied. Returns [N], [N] and [1] in fp32.
+    zero. AHEAD: the next block is loaded before the current one is multiplied; only without a gate. Returns [N], [N]
+    and [1] in fp32.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     size: tl.constexpr = BLOCK_K // 2
@@ -48,25 +50,21 @@ def multiply_pairs(
     ups = sums
     squares = tl.zeros([1, size // 4], tl.float32)
     if AHEAD:
-        first = _read(weight, columns < words, EVEN, "evict_first")
-        if ACTIVATION is not None:
-            second = _read(up, columns < words, EVEN, "evict_first")
+        tl.static_assert(ACTIVATION is None)
+        first = read_once(weight, columns < words, EVEN)
     for k in tl.range(0, words, size):
         inside = columns < words - k
         if AHEAD:
-            remaining = columns < words - k - size
-            next_first = _read(weight + (k + size), remaining, False, "evict_first")
-            if ACTIVATION is not None:
-                next_second = _read(up + (k + size), remaining, False, "evict_first")
+            following = read_once(weight + (k + size), columns < words - k - size, False)
         else:
-            first = _read(weight + k, inside, EVEN, "evict_first")
-            if ACTIVATION is not None:
-                second = _read(up + k, inside, EVEN, "evict_first")
-        pairs = _read(x + k, inside, EVEN, "")
+            first = read_once(weight + k, inside, EVEN)
+        if ACTIVATION is not None:
+            second = read_once(up + k, inside, EVEN)
+        pairs = piece(x + k, inside, EVEN)
         even, odd = low(pairs, dtype), high(pairs, dtype)
         if norm_weight is not None:
             squares += sum_of_four(even * even + odd * odd)
-            factors = _read(norm_weight + k, inside, EVEN, "")
+            factors = piece(norm_weight + k, inside, EVEN)
             if ONE_PLUS:
                 even, odd = even * (1.0 + low(factors, dtype)), odd * (1.0 + high(factors, dtype))
             else:
@@ -75,17 +73,8 @@ def multiply_pairs(
         if ACTIVATION is not None:
             ups += sum_of_four(low(second, dtype) * even + high(second, dtype) * odd)
         if AHEAD:
-            first = next_first
-            if ACTIVATION is not None:
-                second = next_second
+            first = following
     return tl.sum(sums, 1), tl.sum(ups, 1), tl.sum(squares, 1)
-
-
-@triton.jit
-def _read(at, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    if EVEN:
-        return tl.load(at, eviction_policy=POLICY)
-    return tl.load(at, mask=inside, other=0, eviction_policy=POLICY)
 
 
 @triton.jit

@@ -108,7 +108,9 @@ def test_it_rounds_like_separate_layers(form):
 
 @every_dtype
 @pytest.mark.parametrize(
-    "form", [{}, {"norm": False}, {"norm": True}, {"activation": "silu", "residual": True}], ids=str
+    "form",
+    [{}, {"norm": False}, {"norm": True}, {"activation": "silu", "residual": True}, {"activation": "silu", "norm": True}],
+    ids=str,
 )
 @pytest.mark.parametrize(("n", "k"), [(18, 2048), (18, 2560), (38, 4096), (18, 4224), (18, 8192), (18, 9730)])
 def test_every_tile_for_one_row(n, k, form, dtype):
@@ -154,10 +156,10 @@ def test_one_row_is_normalised_by_the_kernel_that_multiplies_it(one_plus, dtype,
         raise AssertionError("the norm was launched separately")
 
     monkeypatch.setattr(linear.norm, "rms_norm", norm_kernel)
-    arguments, keywords = call(1, dtype, norm=one_plus, residual=True, bias=True, k=1091)
-    as_good_as_eager(arguments, keywords)
-    for m, activation in ((2, None), (1, "silu")):
-        arguments, keywords = call(m, dtype, norm=one_plus, activation=activation)
+    for activation in (None, "gelu_tanh"):
+        form: dict[str, Any] = {"norm": one_plus, "activation": activation, "residual": True, "bias": True}
+        as_good_as_eager(*call(1, dtype, k=1091, **form))
+        arguments, keywords = call(2, dtype, **form)
         with pytest.raises(AssertionError, match="separately"):
             routed("fused_linear", *arguments, **keywords)
 

@@ -104,8 +104,8 @@ def _forward(
     device = describe(x.device)
     gated, normed = activation is not None, norm_weight is not None
     tile = linear_tile(m, n, k, gated, normed=normed, rocm=device.rocm, arch=device.arch)
-    if norm_weight is not None and (tile.matrix or gated):
-        # for several rows, or with a gate, a separate kernel is faster than the norm in every program of the GEMM
+    if norm_weight is not None and tile.matrix:
+        # for several rows, a separate kernel is faster than the norm in every program of the GEMM
         x, norm_weight = norm.rms_norm(x, norm_weight, eps, one_plus), None
     x, weight = x.contiguous(), weight.contiguous()
     pairs = not tile.matrix and in_pairs(k, x, weight, norm_weight)

@@ -87,13 +87,12 @@ def _row_tile(n: int, k: int, gated: bool, normed: bool) -> LinearTile:
 
     normed: whether the kernel also computes a norm.
     """
-    whole, wide = k % 1024 == 0, k % 2048 == 0
     if gated:
-        return LinearTile(False, 1, 2048, 1, 128, 2) if wide else LinearTile(False, 2, 1024 if whole else 512, 1, 64, 2)
+        # One warp waits for no other, so its sums are finished while other programs of the SM read.
+        return LinearTile(False, 1, 512, 1, 32, 2) if k < 4096 else LinearTile(False, 2, 1024, 1, 128, 2)
     if normed:
-        if wide:
-            return LinearTile(False, 4, 2048, 1, 128, 2)
-        return LinearTile(False, 4, 1024, 1, 64, 2) if whole else LinearTile(False, 2, 512, 1, 32, 2)
+        return LinearTile(False, 2, 512, 1, 32, 2)
+    whole, wide = k % 1024 == 0, k % 2048 == 0
     if n > NARROW:
         return LinearTile(False, 4, 1024, 1, 128, 2) if k >= 4096 else LinearTile(False, 4, 512, 1, 64, 2)
     if wide and k >= 2 * NARROW and n <= NARROW // 2:

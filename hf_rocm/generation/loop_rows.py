@@ -37,7 +37,8 @@ class Rows:
 
     ends: a weak reference to a method, so that the criteria, which reference this object, are freed after the call.
     current: the last value of the unfinished rows, [B]; None if it is not a stand-in. appended: the result of the last
-    step, until `taken` returns it; None if transformers' operations computed it.
+    step, until `taken` returns it; None if transformers' operations computed it. step_ids: the tensor from which the
+    last step read its tokens, [B, 1]; None if a step copies its tokens itself.
     """
 
     def __init__(self, ends: Callable[[], Ends | None]) -> None:
@@ -48,6 +49,9 @@ class Rows:
         self._serves: bool | None = None
         self.current: Unfinished | None = None
         self.appended: Appended | None = None
+        self.step_ids: Tensor | None = None
+        # The tokens so far, the last of which are in `step_ids`.
+        self._copied: Unchanged | None = None
 
     @property
     def active(self) -> bool:
@@ -66,18 +70,29 @@ class Rows:
         ends = False if method is None else method(ids.shape[1] + 1)
         if ends is False:
             return None
-        self._used = None if ends is None else Unchanged(ends)
+        self._used, self._copied = None if ends is None else Unchanged(ends), None
         flat = None if ends is None else ends.reshape(-1)
         if self._serves is None:
             self._serves = one_kernel(ids, tokens, unfinished, flat, pad)
         if not self._serves:
             return None
         try:
-            self.appended = Appended(*ops.append_tokens(ids, tokens, unfinished, flat, pad))
+            self.appended = Appended(*ops.append_tokens(ids, tokens, unfinished, flat, pad, self.step_ids))
         except TierUnavailable:
             # A tier was requested, and the EOS tokens have changed to ones that it can't serve.
             return None
+        if self.step_ids is not None:
+            self._copied = Unchanged(self.appended.ids)
         return self.appended.ids
+
+    def copied(self, ids: Tensor, step_ids: Tensor) -> bool:
+        """Whether `append` has written the last of these tokens, [B, S], to this tensor, which later steps read too.
+
+        False if the tokens may have changed since.
+        """
+        before = self.step_ids
+        self.step_ids = step_ids if (step_ids.device, step_ids.dtype) == (ids.device, ids.dtype) else None
+        return before is step_ids and self._copied is not None and self._copied.matches(ids) and not ids.is_inference()
 
     def taken(self, ids: Tensor, ends: Tensor | None) -> Appended | None:
         """Return `appended` if it has these tokens, and clear it. Returns None if other EOS tokens apply now.

@@ -144,7 +144,9 @@ class Step:
         launched = lookahead is not None and lookahead.prepares(self._position, input_ids)
         placed = self._placed[tokens][1] if launched else self._settle(cache, tokens)
         self.residents.follow(None if self.verifies else input_ids)
-        if not launched:
+        # A cache of transformers has no `choice`.
+        rows = getattr(getattr(cache, "choice", None), "rows", None)
+        if not launched and (rows is None or not rows.copied(input_ids, self.residents.input_ids)):
             _copy(input_ids[:, -tokens:], self.residents.input_ids)
         inputs = {**placed, "past_key_values": cache}
         if self._masked is not None:

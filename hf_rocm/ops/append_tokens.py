@@ -19,49 +19,65 @@ from hf_rocm.ops.triton.launch import power_of_two
 
 
 def append_tokens(
-    ids: Tensor, tokens: Tensor, unfinished: Tensor, ends: Tensor | None = None, pad: Tensor | None = None
+    ids: Tensor,
+    tokens: Tensor,
+    unfinished: Tensor,
+    ends: Tensor | None = None,
+    pad: Tensor | None = None,
+    step_ids: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Append a token to every row, and determine which rows are still unfinished.
 
     ids: [B, S]; tokens: [B]; unfinished: [B], 1 for rows that have not ended, else 0. ends: [E], the tokens that end a
     row, or None. pad: [], the token of rows that have ended, or None if these rows also take their tokens from
-    `tokens`. All tensors are int64. Returns (ids [B, S + 1], unfinished [B], whether no row is unfinished, [] bool),
-    all new tensors.
+    `tokens`. step_ids: [B, 1], to which the appended tokens are written too, or None. All tensors are int64. Returns
+    (ids [B, S + 1], unfinished [B], whether no row is unfinished, [] bool), all new tensors.
     """
-    result: tuple[Tensor, Tensor, Tensor] = _operation.calls[_specification(ids, tokens, unfinished, ends, pad)](
-        ids, tokens, unfinished, ends, pad
-    )
-    return result
+    spec = _specification(ids, tokens, unfinished, ends, pad, step_ids)
+    result: tuple[Tensor, ...] = _operation.calls[spec](ids, tokens, unfinished, ends, pad, step_ids)
+    return result[:3]
 
 
 def one_kernel(
     ids: Tensor, tokens: Tensor, unfinished: Tensor, ends: Tensor | None = None, pad: Tensor | None = None
 ) -> bool:
     """Whether one kernel computes `append_tokens`, so that it is faster than transformers' operations."""
-    return kernel_serves(_operation, _specification(ids, tokens, unfinished, ends, pad))
+    return kernel_serves(_operation, _specification(ids, tokens, unfinished, ends, pad, None))
 
 
 def _specification(
-    ids: Tensor, tokens: Tensor, unfinished: Tensor, end_tokens: Tensor | None, pad: Tensor | None
+    ids: Tensor,
+    tokens: Tensor,
+    unfinished: Tensor,
+    end_tokens: Tensor | None,
+    pad: Tensor | None,
+    step_ids: Tensor | None,
 ) -> tuple[object, ...]:
-    tensors = [tensor for tensor in (ids, tokens, unfinished, end_tokens, pad) if tensor is not None]
+    tensors = [tensor for tensor in (ids, tokens, unfinished, end_tokens, pad, step_ids) if tensor is not None]
     dtype, device, rows, padded, grad = ids.dtype, ids.device, len(ids), pad is not None, False
+    copied = step_ids is not None
     contiguous = all(tensor.is_contiguous() for tensor in tensors)
     all_int64 = all(tensor.dtype == torch.int64 for tensor in tensors)
     same_device = all(tensor.device == device for tensor in tensors)
     ends = 0 if end_tokens is None else len(end_tokens)
-    return (dtype, device, rows, ends, padded, contiguous, all_int64, same_device, grad)
+    return (dtype, device, rows, ends, padded, copied, contiguous, all_int64, same_device, grad)
 
 
 def stock(
-    ids: Tensor, tokens: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """transformers' operations."""
+    ids: Tensor,
+    tokens: Tensor,
+    unfinished: Tensor,
+    ends: Tensor | None,
+    pad: Tensor | None,
+    step_ids: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """transformers' operations. Returns `step_ids` too if it is given."""
     if pad is not None:
         tokens = tokens * unfinished + pad * (1 - unfinished)
     if ends is not None:
         unfinished = unfinished & ~torch.isin(tokens, ends)
-    return torch.cat((ids, tokens[:, None]), dim=-1), unfinished.clone(), unfinished.max() == 0
+    copies = () if step_ids is None else (step_ids.copy_(tokens[:, None]),)
+    return torch.cat((ids, tokens[:, None]), dim=-1), unfinished.clone(), unfinished.max() == 0, *copies
 
 
 def _cases(spec: AppendTokensSpec) -> Iterator[Case]:
@@ -72,7 +88,8 @@ def _cases(spec: AppendTokensSpec) -> Iterator[Case]:
     pad = torch.tensor(9, device=spec.device) if spec.padded else None
     for length, continuing in ((1, row % 3 != 1), (1100, row % 2 == 0), (5, row < 0)):
         ids = torch.arange(rows * length, device=spec.device).view(rows, length)
-        yield Case((ids, row % 23, continuing.long(), ends, pad))
+        step_ids = torch.zeros((rows, 1), dtype=torch.int64, device=spec.device) if spec.copied else None
+        yield Case((ids, row % 23, continuing.long(), ends, pad, step_ids))
 
 
 def _kind(spec: AppendTokensSpec) -> AppendTokensSpec:

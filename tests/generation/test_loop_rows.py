@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
-from hf_rocm import ops
+from hf_rocm import ops, options
 from hf_rocm.errors import TierUnavailable
-from hf_rocm.generation import deferred_stop, loop_rows
+from hf_rocm.generation import deferred_stop, loop_rows, resident_inputs
+from hf_rocm.generation.loop_rows import Rows
 from hf_rocm.generation.streams import HostCopy
 from tests.generation.conftest import SAMPLED, Streamer, counted, generate, prompt
 
@@ -88,6 +89,42 @@ def test_flags_of_deferred_checks_are_copied_while_steps_run(pair, ends_checked_
         flags = [tensor for tensor in sent if tensor.dtype == torch.bool and tensor.ndim == 0]
         assert len(flags) >= expected.shape[1] - inputs["input_ids"].shape[1] - 1
     assert check is None or before == dict(vars(check))
+
+
+def test_appended_tokens_are_written_to_the_input_of_the_next_step(pair, appended, monkeypatch):
+    copies, copy_tokens = [], resident_inputs._copy
+    monkeypatch.setattr(resident_inputs, "_copy", lambda *tensors: copies.append(tensors) or copy_tokens(*tensors))
+    prepared, stock = pair()
+    inputs = prompt(rows=2)
+    expected = generate(stock, inputs, new=25)
+    assert torch.equal(generate(prepared, inputs, new=25), expected)
+    before, steps = len(appended), counted(prepared)[1]
+    copies.clear()
+    assert torch.equal(generate(prepared, inputs, new=25), expected)
+    assert len(appended) - before > 20 and counted(prepared)[1] - steps > 20
+    # The first step copies its tokens, and so does a step after an uncaptured one, which transformers appended.
+    assert 0 < len(copies) < 5
+    assert sum(arguments[5] is not None for arguments in appended.arguments[before:]) > 18
+
+
+def test_a_step_copies_tokens_that_may_have_changed():
+    rows, place = Rows(lambda: lambda length: None), torch.zeros(2, 1, dtype=torch.int64)
+    ids, tokens, unfinished = torch.ones(2, 3).long(), torch.tensor([5, 6]), torch.ones(2).long()
+    with options.override(tier="torch"):
+        rows._serves = True
+        after = rows.append(ids, tokens, unfinished, None)
+        assert not rows.copied(after, place) and place.tolist() == [[0], [0]]
+        after = rows.append(ids, tokens, unfinished, None)
+        assert rows.copied(after, place) and place.tolist() == [[5], [6]]
+        assert not rows.copied(after.clone(), place)
+        after[0, -1] = 7
+        assert not rows.copied(after, place)
+        after = rows.append(ids, tokens, unfinished, None)
+        assert not rows.copied(after, place.clone()), "this step reads another tensor"
+        with torch.inference_mode():
+            after = rows.append(ids, tokens, unfinished, None)
+            assert not rows.copied(after, rows.step_ids), "inference tensors don't count their changes"
+        assert not rows.copied(after, torch.zeros(2, 1)) and rows.step_ids is None
 
 
 def test_streamed_tokens_equal_the_result(pair, appended, stop_check):

@@ -49,7 +49,9 @@ def test_append_tokens(ends, rows):
         ids = torch.arange(rows * length, device="cuda").view(rows, length)
         for pad in (None, torch.tensor(4, device="cuda")):
             arguments = ids, tokens, unfinished, torch.tensor(ends, device="cuda") if ends else None, pad
-            assert all(map(torch.equal, appended(*arguments), appended_by_torch(*arguments)))
+            step_ids = torch.zeros((rows, 1), dtype=torch.int64, device="cuda")
+            assert all(map(torch.equal, appended(*arguments, step_ids), appended_by_torch(*arguments, None)))
+            assert torch.equal(step_ids[:, 0], appended(*arguments)[0][:, -1])
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16], ids=str)
@@ -86,7 +88,7 @@ def test_the_first_use_check_passes(name):
             "begin_step": (torch.uint8, device, 1, rows, 1, None, None, False, 2, 1, 1, False, True, True, False),
             "look_up_drafts": (torch.int64, device, 1 + rows % 16, 2, True, True, True, False),
             "finish_step": (torch.bfloat16, torch.int64, device, rows, 128256, 5, False, rows == 1, True, False),
-            "append_tokens": (torch.int64, device, rows, 2, True, True, True, True, False),
+            "append_tokens": (torch.int64, device, rows, 2, True, True, True, True, True, False),
         }
         kind = tuple(operation.kind(operation.spec_type(*specs[name])))
         assert probe_cases.check(name, "triton", kernel.name, kind) is None

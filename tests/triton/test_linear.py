@@ -109,7 +109,13 @@ def test_it_rounds_like_separate_layers(form):
 @every_dtype
 @pytest.mark.parametrize(
     "form",
-    [{}, {"norm": False}, {"norm": True}, {"activation": "silu", "residual": True}, {"activation": "silu", "norm": True}],
+    [
+        {},
+        {"norm": False},
+        {"norm": True},
+        {"activation": "silu", "residual": True},
+        {"activation": "silu", "norm": True},
+    ],
     ids=str,
 )
 @pytest.mark.parametrize(("n", "k"), [(18, 2048), (18, 2560), (38, 4096), (18, 4224), (18, 8192), (18, 9730)])

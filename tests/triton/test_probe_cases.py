@@ -21,7 +21,7 @@ KINDS = {
     "rotary_angles": (BF16, torch.float32, torch.int64, CPU, 24, "halves", False),
     "rope_into_cache": (BF16, BF16, CPU, 16, 12, 16, False, True, True, False, False, None, False, False),
     "attend_into_cache": (BF16, BF16, CPU, 4, 2, 16, 12, 8, False, True, BF16, False, True, True, True, 5, False),
-    "append_tokens": (torch.int64, CPU, 4, 2, True, True, True, True, False),
+    "append_tokens": (torch.int64, CPU, 4, 2, True, True, True, True, True, False),
     "begin_step": (BF16, CPU, 2, 4, 2, None, 5, True, 6, 2, 2, True, True, True, False),
     "look_up_drafts": (torch.int64, CPU, 6, 2, True, True, True, False),
     "finish_step": (BF16, torch.int64, CPU, 4, 2000, 5, True, True, True, False),

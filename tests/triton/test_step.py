@@ -121,8 +121,8 @@ def test_unsupported_steps_use_pytorch(logits, word):
     assert torch.equal(tokens, logits.argmax(-1))
 
 
-def appended(ids, tokens, unfinished, ends=None, pad=None):
-    return routed("append_tokens", ids, tokens, unfinished, ends, pad)
+def appended(ids, tokens, unfinished, ends=None, pad=None, step_ids=None):
+    return routed("append_tokens", ids, tokens, unfinished, ends, pad, step_ids)
 
 
 @pytest.mark.parametrize("length", [1, 7, 1023, 1024, 2500])
@@ -137,8 +137,12 @@ def test_append_tokens(length, rows, ends, pad):
     padding = None if pad is None else torch.tensor(pad)
     for unfinished in (torch.arange(rows) % 4 != 2, torch.ones(rows), torch.zeros(rows), torch.arange(rows) < 1):
         arguments = ids, tokens, unfinished.long(), end_tokens, padding
-        for actual, expected in zip(appended(*arguments), stock(*arguments), strict=True):
-            assert torch.equal(actual, expected) and actual.dtype == expected.dtype
+        step_ids = torch.zeros((rows, 1), dtype=torch.int64)
+        result, expected = appended(*arguments, step_ids), stock(*arguments, None)
+        for actual, wanted in zip(result, expected, strict=True):
+            assert torch.equal(actual, wanted) and actual.dtype == wanted.dtype
+        assert torch.equal(step_ids, result[0][:, -1:])
+        assert all(map(torch.equal, appended(*arguments), expected))
 
 
 @pytest.mark.parametrize(

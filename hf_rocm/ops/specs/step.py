@@ -125,9 +125,9 @@ class FinishStepSpec(NamedTuple):
 class AppendTokensSpec(NamedTuple):
     """The specification of `append_tokens`.
 
-    dtype: that of the ids. rows: B. ends: the number of EOS tokens. padded: whether there is a padding token.
-    contiguous, all_int64, same_device: whether all tensors are contiguous, have dtype int64, and are on the
-    device of the ids.
+    dtype: that of the ids. rows: B. ends: the number of EOS tokens. padded: whether there is a padding token. copied:
+    whether the tokens are also written to the input of a step. contiguous, all_int64, same_device: whether all tensors
+    are contiguous, have dtype int64, and are on the device of the ids.
     """
 
     dtype: torch.dtype
@@ -135,6 +135,7 @@ class AppendTokensSpec(NamedTuple):
     rows: int
     ends: int
     padded: bool
+    copied: bool
     contiguous: bool
     all_int64: bool
     same_device: bool

@@ -178,9 +178,14 @@ def append_refuses(spec: AppendTokensSpec, device: Device) -> str | None:
 
 @on_its_device
 def append_tokens(
-    ids: Tensor, tokens: Tensor, unfinished: Tensor, ends: Tensor | None, pad: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `hf_rocm.ops.append_tokens`."""
+    ids: Tensor,
+    tokens: Tensor,
+    unfinished: Tensor,
+    ends: Tensor | None,
+    pad: Tensor | None,
+    step_ids: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """See `hf_rocm.ops.append_tokens`. Returns `step_ids` too if it is given."""
     from hf_rocm.ops.triton.kernels.step import append_kernel
 
     rows, length = ids.shape
@@ -189,7 +194,7 @@ def append_tokens(
     launch(
         append_kernel,
         (-(-(length + 1) // BLOCK), rows),
-        (ids, tokens, unfinished, ends, pad, out, unfinished_after, done.view(torch.uint8), length, rows),
+        (ids, tokens, unfinished, ends, pad, step_ids, out, unfinished_after, done.view(torch.uint8), length, rows),
         {
             "ENDS": 0 if ends is None else len(ends),
             "ROWS": power_of_two(rows),
@@ -198,4 +203,4 @@ def append_tokens(
         },
         num_warps=warps(256, ids.device),
     )
-    return out, unfinished_after, done
+    return (out, unfinished_after, done) if step_ids is None else (out, unfinished_after, done, step_ids)

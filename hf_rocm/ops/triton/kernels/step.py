@@ -209,6 +209,7 @@ def append_kernel(
     unfinished,  # [B] int64, 1 or 0
     ends,  # [ENDS] int64, or None
     pad,  # [] int64, or None
+    step_ids,  # [B, 1] int64, or None
     out,  # [B, S + 1] int64
     unfinished_after,  # [B] int64, the rows that are unfinished afterwards
     done,  # [] uint8
@@ -225,6 +226,8 @@ def append_kernel(
     value = tl.load(ids + own_row * length + column, mask=column < length, other=0)
     value = tl.where(column == length, _next(tokens + own_row, unfinished + own_row, pad, None), value)
     tl.store(out + own_row * (length + 1) + column, value, mask=column <= length)
+    if step_ids is not None:
+        tl.store(step_ids + own_row + tl.zeros([BLOCK], tl.int64), value, mask=column == length)
     if tl.program_id(0) + tl.program_id(1) == 0:
         row = tl.arange(0, ROWS)
         valid = row < rows
@@ -313,9 +316,10 @@ def _finish_build(parts: int, rows: int, *, further: bool = False, probable: boo
     )
 
 
-def _append_build(rows: int, ends: int, *, padded: bool = True) -> Build:
-    absent = {**({} if ends else {"ends": None}), **({} if padded else {"pad": None})}
-    names = ("ids", "tokens", "unfinished", "ends", "pad", "out", "unfinished_after")
+def _append_build(rows: int, ends: int, *, padded: bool = True, copied: bool = True) -> Build:
+    present = {"ends": ends, "pad": padded, "step_ids": copied}
+    absent = {name: None for name, needed in present.items() if not needed}
+    names = ("ids", "tokens", "unfinished", *present, "out", "unfinished_after")
     return Build(
         append_kernel,
         {
@@ -344,6 +348,6 @@ BUILDS = (
     _finish_build(16, 32, further=True),
     _finish_build(128, 2, probable=True),
     _append_build(1, 0, padded=False),
-    _append_build(1, 3),
+    _append_build(1, 3, copied=False),
     _append_build(32, 1),
 )

@@ -34,8 +34,8 @@ def append_tokens(
     (ids [B, S + 1], unfinished [B], whether no row is unfinished, [] bool), all new tensors.
     """
     spec = _specification(ids, tokens, unfinished, ends, pad, step_ids)
-    result: tuple[Tensor, ...] = _operation.calls[spec](ids, tokens, unfinished, ends, pad, step_ids)
-    return result[:3]
+    appended, after, done, *_ = _operation.calls[spec](ids, tokens, unfinished, ends, pad, step_ids)
+    return appended, after, done
 
 
 def one_kernel(

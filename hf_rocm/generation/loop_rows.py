@@ -38,7 +38,7 @@ class Rows:
     ends: a weak reference to a method, so that the criteria, which reference this object, are freed after the call.
     current: the last value of the unfinished rows, [B]; None if it is not a stand-in. appended: the result of the last
     step, until `taken` returns it; None if transformers' operations computed it. step_ids: the tensor from which the
-    last step read its tokens, [B, 1]; None if a step copies its tokens itself.
+    last step read its tokens, [B, 1], or None.
     """
 
     def __init__(self, ends: Callable[[], Ends | None]) -> None:
@@ -76,23 +76,26 @@ class Rows:
             self._serves = one_kernel(ids, tokens, unfinished, flat, pad)
         if not self._serves:
             return None
+        step_ids = self.step_ids
+        if step_ids is not None and (step_ids.device, step_ids.dtype) != (ids.device, ids.dtype):
+            step_ids = None
         try:
-            self.appended = Appended(*ops.append_tokens(ids, tokens, unfinished, flat, pad, self.step_ids))
+            self.appended = Appended(*ops.append_tokens(ids, tokens, unfinished, flat, pad, step_ids))
         except TierUnavailable:
             # A tier was requested, and the EOS tokens have changed to ones that it can't serve.
             return None
-        if self.step_ids is not None:
+        if step_ids is not None:
             self._copied = Unchanged(self.appended.ids)
         return self.appended.ids
 
     def copied(self, ids: Tensor, step_ids: Tensor) -> bool:
-        """Whether `append` has written the last of these tokens, [B, S], to this tensor, which later steps read too.
+        """Whether `append` has written the last of these tokens, [B, S], to this tensor, [B, 1].
 
         False if the tokens may have changed since.
         """
-        before = self.step_ids
-        self.step_ids = step_ids if (step_ids.device, step_ids.dtype) == (ids.device, ids.dtype) else None
-        return before is step_ids and self._copied is not None and self._copied.matches(ids) and not ids.is_inference()
+        if self._copied is None or self.step_ids is not step_ids:
+            return False
+        return self._copied.matches(ids) and not ids.is_inference()
 
     def taken(self, ids: Tensor, ends: Tensor | None) -> Appended | None:
         """Return `appended` if it has these tokens, and clear it. Returns None if other EOS tokens apply now.

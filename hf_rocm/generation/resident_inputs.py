@@ -148,6 +148,8 @@ class Step:
         rows = getattr(getattr(cache, "choice", None), "rows", None)
         if not launched and (rows is None or not rows.copied(input_ids, self.residents.input_ids)):
             _copy(input_ids[:, -tokens:], self.residents.input_ids)
+        if rows is not None:
+            rows.step_ids = self.residents.input_ids
         inputs = {**placed, "past_key_values": cache}
         if self._masked is not None:
             inputs["attention_mask"] = dict(inputs["attention_mask"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm.ops.registry import Case, Implementation, Operation, kernel_serves, refuses_nothing
-from hf_rocm.ops.specs.step import AppendTokensSpec
+from hf_rocm.ops.specs.step import AppendTokensCall, AppendTokensSpec
 from hf_rocm.ops.triton import step as triton
 from hf_rocm.ops.triton.detect import checked as checked_triton
 from hf_rocm.ops.triton.launch import power_of_two
@@ -33,8 +33,8 @@ def append_tokens(
     `tokens`. step_ids: [B, 1], to which the appended tokens are written too, or None. All tensors are int64. Returns
     (ids [B, S + 1], unfinished [B], whether no row is unfinished, [] bool), all new tensors.
     """
-    spec = _specification(ids, tokens, unfinished, ends, pad, step_ids)
-    appended, after, done, *_ = _operation.calls[spec](ids, tokens, unfinished, ends, pad, step_ids)
+    call = AppendTokensCall(ids, tokens, unfinished, ends, pad, step_ids)
+    appended, after, done, *_ = _operation.calls[_specification(call)](call)
     return appended, after, done
 
 
@@ -42,18 +42,12 @@ def one_kernel(
     ids: Tensor, tokens: Tensor, unfinished: Tensor, ends: Tensor | None = None, pad: Tensor | None = None
 ) -> bool:
     """Whether one kernel computes `append_tokens`, so that it is faster than transformers' operations."""
-    return kernel_serves(_operation, _specification(ids, tokens, unfinished, ends, pad, None))
+    return kernel_serves(_operation, _specification(AppendTokensCall(ids, tokens, unfinished, ends, pad)))
 
 
-def _specification(
-    ids: Tensor,
-    tokens: Tensor,
-    unfinished: Tensor,
-    end_tokens: Tensor | None,
-    pad: Tensor | None,
-    step_ids: Tensor | None,
-) -> tuple[object, ...]:
-    tensors = [tensor for tensor in (ids, tokens, unfinished, end_tokens, pad, step_ids) if tensor is not None]
+def _specification(call: AppendTokensCall) -> tuple[object, ...]:
+    ids, _, _, end_tokens, pad, step_ids = call
+    tensors = [tensor for tensor in call if tensor is not None]
     dtype, device, rows, padded, grad = ids.dtype, ids.device, len(ids), pad is not None, False
     copied = step_ids is not None
     contiguous = all(tensor.is_contiguous() for tensor in tensors)
@@ -63,15 +57,9 @@ def _specification(
     return (dtype, device, rows, ends, padded, copied, contiguous, all_int64, same_device, grad)
 
 
-def stock(
-    ids: Tensor,
-    tokens: Tensor,
-    unfinished: Tensor,
-    ends: Tensor | None,
-    pad: Tensor | None,
-    step_ids: Tensor | None,
-) -> tuple[Tensor, ...]:
+def stock(call: AppendTokensCall) -> tuple[Tensor, ...]:
     """transformers' operations. Returns `step_ids` too if it is given."""
+    ids, tokens, unfinished, ends, pad, step_ids = call
     if pad is not None:
         tokens = tokens * unfinished + pad * (1 - unfinished)
     if ends is not None:
@@ -96,7 +84,9 @@ def _kind(spec: AppendTokensSpec) -> AppendTokensSpec:
     return spec._replace(rows=power_of_two(spec.rows))
 
 
-_operation = Operation("append_tokens", AppendTokensSpec, _cases, kind=_kind, family="linear", recorded=(0,))
+_operation = Operation(
+    "append_tokens", AppendTokensSpec, _cases, kind=_kind, family="linear", terms=AppendTokensCall, recorded=(0,)
+)
 _operation.register(
     Implementation(
         "triton",

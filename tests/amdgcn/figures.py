@@ -176,7 +176,7 @@ def cases() -> list[Case]:
         return Case(name, served(ops.linear, random(rows, k), random(n, k)), actual / n)
 
     def gated(rows: int, n: int, actual: int) -> Case:
-        # For several rows, the norm is a kernel of its own.
+        # For several rows, a separate kernel computes the norm.
         norm = ops.Norm(random(4096), 1e-5, False) if rows == 1 else None
         run = served(ops.fused_linear, random(rows, 4096), random(n, 4096), norm=norm, activation="silu")
         name = "gate and up" if norm is None else "norm, gate and up"

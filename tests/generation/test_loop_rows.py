@@ -114,6 +114,8 @@ def test_a_step_copies_tokens_that_may_have_changed():
         rows._serves = True
         after = rows.append(ids, tokens, unfinished, None)
         assert not rows.copied(after, place) and place.tolist() == [[0], [0]]
+        rows.step_ids = place
+        assert not rows.copied(after, place)
         after = rows.append(ids, tokens, unfinished, None)
         assert rows.copied(after, place) and place.tolist() == [[5], [6]]
         assert not rows.copied(after.clone(), place)
@@ -121,10 +123,13 @@ def test_a_step_copies_tokens_that_may_have_changed():
         assert not rows.copied(after, place)
         after = rows.append(ids, tokens, unfinished, None)
         assert not rows.copied(after, place.clone()), "this step reads another tensor"
+        assert rows.copied(after, place)
         with torch.inference_mode():
             after = rows.append(ids, tokens, unfinished, None)
-            assert not rows.copied(after, rows.step_ids), "inference tensors don't count their changes"
-        assert not rows.copied(after, torch.zeros(2, 1)) and rows.step_ids is None
+            assert not rows.copied(after, place), "inference tensors don't count their changes"
+        rows.step_ids = torch.zeros(2, 1)
+        after = rows.append(ids, tokens, unfinished, None)
+        assert not rows.copied(after, rows.step_ids) and not rows.step_ids.any(), "its dtype differs"
 
 
 def test_streamed_tokens_equal_the_result(pair, appended, stop_check):

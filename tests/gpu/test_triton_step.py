@@ -13,6 +13,7 @@ from hf_rocm.ops import probe_cases
 from hf_rocm.ops.append_tokens import stock as appended_by_torch
 from hf_rocm.ops.look_up_drafts import stock as looked_up_by_torch
 from hf_rocm.ops.registry import operations
+from hf_rocm.ops.specs.step import AppendTokensCall
 from tests.generation.conftest import counted, generate, make, prompt
 from tests.triton.routed import routed
 from tests.triton.test_begin_step import check_start
@@ -50,7 +51,9 @@ def test_append_tokens(ends, rows):
         for pad in (None, torch.tensor(4, device="cuda")):
             arguments = ids, tokens, unfinished, torch.tensor(ends, device="cuda") if ends else None, pad
             step_ids = torch.zeros((rows, 1), dtype=torch.int64, device="cuda")
-            assert all(map(torch.equal, appended(*arguments, step_ids), appended_by_torch(*arguments, None)))
+            assert all(
+                map(torch.equal, appended(*arguments, step_ids), appended_by_torch(AppendTokensCall(*arguments)))
+            )
             assert torch.equal(step_ids[:, 0], appended(*arguments)[0][:, -1])
 
 

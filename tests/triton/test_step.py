@@ -8,6 +8,7 @@ import torch
 from hf_rocm import ops
 from hf_rocm.ops.append_tokens import one_kernel, stock
 from hf_rocm.ops.bits import sum_of_bits
+from hf_rocm.ops.specs.step import AppendTokensCall
 from hf_rocm.ops.triton import step
 from tests.triton.routed import random, routed
 
@@ -138,7 +139,7 @@ def test_append_tokens(length, rows, ends, pad):
     for unfinished in (torch.arange(rows) % 4 != 2, torch.ones(rows), torch.zeros(rows), torch.arange(rows) < 1):
         arguments = ids, tokens, unfinished.long(), end_tokens, padding
         step_ids = torch.zeros((rows, 1), dtype=torch.int64)
-        result, expected = appended(*arguments, step_ids), stock(*arguments, None)
+        result, expected = appended(*arguments, step_ids), stock(AppendTokensCall(*arguments))
         for actual, wanted in zip(result, expected, strict=True):
             assert torch.equal(actual, wanted) and actual.dtype == wanted.dtype
         assert torch.equal(step_ids, result[0][:, -1:])

@@ -122,6 +122,17 @@ class FinishStepSpec(NamedTuple):
     grad: bool
 
 
+class AppendTokensCall(NamedTuple):
+    """The arguments of `hf_rocm.ops.append_tokens`, as its implementations take them."""
+
+    ids: Tensor
+    tokens: Tensor
+    unfinished: Tensor
+    ends: Tensor | None = None
+    pad: Tensor | None = None
+    step_ids: Tensor | None = None
+
+
 class AppendTokensSpec(NamedTuple):
     """The specification of `append_tokens`.
 

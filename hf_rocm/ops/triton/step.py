@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_rocm.ops.custom_op import on_its_device
-from hf_rocm.ops.specs.step import BeginStepCall, FinishStepCall
+from hf_rocm.ops.specs.step import AppendTokensCall, BeginStepCall, FinishStepCall
 from hf_rocm.ops.triton import detect, norm
 from hf_rocm.ops.triton.launch import form, forms_of, launch, power_of_two, warps
 
@@ -176,25 +176,24 @@ def append_refuses(spec: AppendTokensSpec, device: Device) -> str | None:
     return detect.unavailable(device)
 
 
-@on_its_device
-def append_tokens(
-    ids: Tensor,
-    tokens: Tensor,
-    unfinished: Tensor,
-    ends: Tensor | None,
-    pad: Tensor | None,
-    step_ids: Tensor | None,
-) -> tuple[Tensor, ...]:
+def append_tokens(call: AppendTokensCall) -> tuple[Tensor, ...]:
     """See `hf_rocm.ops.append_tokens`. Returns `step_ids` too if it is given."""
+    result: tuple[Tensor, ...] = _append_tokens(*call)
+    return result
+
+
+@on_its_device
+def _append_tokens(*arguments: Any) -> tuple[Tensor, ...]:
     from hf_rocm.ops.triton.kernels.step import append_kernel
 
+    ids, _, unfinished, ends, _, step_ids = arguments
     rows, length = ids.shape
     out, unfinished_after = ids.new_empty((rows, length + 1)), torch.empty_like(unfinished)
     done = torch.empty((), dtype=torch.bool, device=ids.device)
     launch(
         append_kernel,
         (-(-(length + 1) // BLOCK), rows),
-        (ids, tokens, unfinished, ends, pad, step_ids, out, unfinished_after, done.view(torch.uint8), length, rows),
+        (*arguments, out, unfinished_after, done.view(torch.uint8), length, rows),
         {
             "ENDS": 0 if ends is None else len(ends),
             "ROWS": power_of_two(rows),

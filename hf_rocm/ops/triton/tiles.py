@@ -87,12 +87,14 @@ def _row_tile(n: int, k: int, gated: bool, normed: bool) -> LinearTile:
 
     normed: whether the kernel also computes a norm.
     """
-    if gated:
+    whole, wide = k % 1024 == 0, k % 2048 == 0
+    if gated and k < 4096:
         # One warp waits for no other, so its sums are finished while other programs of the SM read.
-        return LinearTile(False, 1, 512, 1, 32, 2) if k < 4096 else LinearTile(False, 2, 1024, 1, 128, 2)
+        return LinearTile(False, 1, 512, 1, 32, 2)
+    if gated:
+        return LinearTile(False, 2, 1024, 1, 128, 2) if normed or not wide else LinearTile(False, 1, 2048, 1, 128, 2)
     if normed:
         return LinearTile(False, 2, 512, 1, 32, 2)
-    whole, wide = k % 1024 == 0, k % 2048 == 0
     if n > NARROW:
         return LinearTile(False, 4, 1024, 1, 128, 2) if k >= 4096 else LinearTile(False, 4, 512, 1, 64, 2)
     if wide and k >= 2 * NARROW and n <= NARROW // 2:

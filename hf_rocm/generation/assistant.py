@@ -128,7 +128,7 @@ class Rounds:
             return None
         if begun is not None and tokens[-len(accepted) :].tolist() != accepted:
             begun = None
-        drafted = self._drafts.of(self.model, self._settings, input_ids, count, threshold=threshold, begun=begun)
+        drafted = self._drafts.of(self._settings, input_ids, count, threshold=threshold, begun=begun)
         if drafted is None:
             return None
         if hasattr(generator, "probs"):
@@ -149,7 +149,7 @@ class Rounds:
         assert self._drafts is not None and self._settings is not None and step.tokens is not None
         # The draft is computed while the host reads the step's tokens, and is dropped unless all drafts are accepted.
         tokens = last.tokens, step.tokens[:, -1:]
-        self._guessed = self._drafts.begin(self.model, self._settings, tokens, following, launched=1)
+        self._guessed = self._drafts.begin(self._settings, tokens, following, launched=1)
 
     def _following(self, last: _Last, length: int, *, every: bool) -> int:
         """The expected number of drafts of the next round; 0 if there is none.
@@ -196,10 +196,10 @@ class Rounds:
             return
         self._accepted, self._in_a_row = accepted, in_a_row + 1 if every else 0
         if guessed and every:
-            self._drafts.go_on(self.model, self._settings, following, launched=following)
+            self._drafts.go_on(self._settings, following, launched=following)
             return
         tokens = before, selected[:, : len(accepted)]
-        self._drafts.begin(self.model, self._settings, tokens, following, launched=following)
+        self._drafts.begin(self._settings, tokens, following, launched=following)
 
     def _may_skip(self) -> bool:
         return SETTINGS in self.model.__dict__ and may_skip(self.model)

@@ -53,8 +53,9 @@ class DecodeCache(LayerCache):
         self.recording = False
         # A weak reference to the runner's method that replays a recorded reordering.
         self.reorderer: Any = None
-        # How the call chooses its tokens; see token_choice.py.
+        # How the call chooses its tokens, and the call's `Runner`; see token_choice.py and runner.py.
         self.choice: Any = None
+        self.runner: Any = None
         # The `UserCache` that this cache represents, or None.
         self.user: Any = None
         # Whether the prompt may be replayed; see forwards/prompts.py.

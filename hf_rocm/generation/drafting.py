@@ -138,7 +138,6 @@ class Drafts:
 
     def of(
         self,
-        model: Any,
         settings: RoundSettings,
         input_ids: Tensor,
         count: int,
@@ -159,7 +158,7 @@ class Drafts:
         current = begun
         if current is None or not current.serves(start, length, count):
             current = Begun((input_ids,), start, count)
-        if not self._may_launch(model, settings, current, count):
+        if not self._may_launch(settings, current, count):
             return None
         current.resize(count)
         if current.drafts:
@@ -184,9 +183,7 @@ class Drafts:
         self._unread = [self._values[count - 1]] if threshold else []
         return current.tokens, probabilities
 
-    def begin(
-        self, model: Any, settings: RoundSettings, tokens: Sequence[Tensor], count: int, *, launched: int
-    ) -> bool:
+    def begin(self, settings: RoundSettings, tokens: Sequence[Tensor], count: int, *, launched: int) -> bool:
         """Launch the first drafts of the next round, if that is possible, before transformers prepares it.
 
         tokens: the expected tokens, which are joined: [1, S] in all. count: the expected number of drafts. launched:
@@ -196,10 +193,10 @@ class Drafts:
         self._begun = None
         if 0 < start <= self._runner.cache.length:
             self._begun = Begun(tokens, start, count)
-            self.go_on(model, settings, count, launched=launched)
+            self.go_on(settings, count, launched=launched)
         return self._begun is not None
 
-    def go_on(self, model: Any, settings: RoundSettings, count: int, *, launched: int) -> None:
+    def go_on(self, settings: RoundSettings, count: int, *, launched: int) -> None:
         """Launch drafts of the round that `begin` has begun, until there are `launched` of them. See `begin`."""
         kv, begun = self._runner.cache, self._begun
         if begun is None or not begun.usable:
@@ -207,7 +204,7 @@ class Drafts:
         before: int = kv.length
         start, length = begun.place
         kv.level(start)
-        if self._may_launch(model, settings, begun, count):
+        if self._may_launch(settings, begun, count):
             begun.resize(count)
             if begun.drafts:
                 kv.level(length + begun.drafts - 1)
@@ -240,7 +237,7 @@ class Drafts:
         """Return the first `count` drafts of the last round. Waits for them."""
         return [values.read()[0] for values in self._values[:count]]
 
-    def _may_launch(self, model: Any, settings: RoundSettings, begun: Begun, count: int) -> bool:
+    def _may_launch(self, settings: RoundSettings, begun: Begun, count: int) -> bool:
         """Whether all drafts of a round that is not complete may be launched. count: their number."""
         start, length = begun.place
         steps = {1: count - begun.drafts}
@@ -248,7 +245,7 @@ class Drafts:
             steps = {length - start: 1, 1: count - 1 + (length - start == 1)}
         exceeds = settings.limit is not None and length + count >= settings.limit
         has_room = self._runner.cache.has_room(length - start + count - 1)
-        return not exceeds and has_room and self._runner.may_advance(model, steps)
+        return not exceeds and has_room and self._runner.may_advance(steps)
 
     def _launch(self, begun: Begun, settings: RoundSettings) -> bool:
         """Launch the next draft of a round, and copy its values to the host. Returns whether it was launched."""

@@ -240,18 +240,15 @@ def _valid_auto_compile_criteria(self: Any, stock: Method, model_kwargs: dict[st
 
 
 def _get_compiled_call(self: Any, stock: Method, compile_config: Any) -> Any:
-    runner: Runner | None = None
-
     def step(**arguments: Any) -> Any:
-        nonlocal runner
         cache = arguments.get("past_key_values")
         if not isinstance(cache, DecodeCache):
             return stock(compile_config)(**arguments)
-        if runner is None or runner.cache is not cache:
+        if cache.runner is None:
             if SETTINGS not in self.__dict__:
                 return self(**arguments)
-            runner = Runner(state_of(self), cache)
-        return runner(self, arguments)
+            cache.runner = Runner(state_of(self), cache)
+        return cache.runner(self, arguments)
 
     return step
 
@@ -306,6 +303,8 @@ def _decode(self: Any, loop: Method, stock: Method, input_ids: Tensor, args: Seq
         # User code raised this error. As in stock transformers, the user's cache contains the tokens so far.
         user_cache.store(None, attempt.cache)
         raise
+    finally:
+        attempt.cache.choice = attempt.cache.runner = None
 
 
 def _sampled(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], attempt: Attempt) -> Any:
@@ -313,11 +312,11 @@ def _sampled(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], a
     if not args:
         cache.choice = token_choice.of_call(self, arguments)
         arguments = {**arguments, **stop_criteria.of_sampling(arguments, cache.choice)}
-    try:
-        with deferred_stop.stopping_late(input_ids, attempt.arguments) as late:
-            result = stock(input_ids, *args, **arguments)
-    finally:
-        cache.choice = None
+        if cache.choice is not None and _thread.observer is None and arguments.get("streamer") is None:
+            # No user code runs between the prompt and the first step.
+            cache.runner = Runner(state_of(self), cache)
+    with deferred_stop.stopping_late(input_ids, attempt.arguments) as late:
+        result = stock(input_ids, *args, **arguments)
     if late is not None:
         result = _without_last(result, late.undone, cache) if late.undone else result
         late.restore((result if isinstance(result, Tensor) else result.sequences).shape[1])
@@ -335,19 +334,16 @@ def _looped(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], at
             criteria = stop_criteria.replacement(arguments, cache.choice and cache.choice.tokens)
             arguments = {**arguments, **criteria}
             lookahead = cache.choice.lookahead if cache.choice and criteria else None
-    try:
-        with (
-            deferred_stop.stopping_on_time(),
-            loops.stepping(self, cache, lambda arguments: step(**arguments)),
-            assistant.drafting(attempt.rounds),
-            lookup.searching_on_the_host(lookahead),
-        ):
-            result = stock(input_ids, *args, **arguments)
-        if lookahead is not None:
-            lookahead.end(cache.length)
-        return result
-    finally:
-        cache.choice = None
+    with (
+        deferred_stop.stopping_on_time(),
+        loops.stepping(self, cache, lambda arguments: step(**arguments)),
+        assistant.drafting(attempt.rounds),
+        lookup.searching_on_the_host(lookahead),
+    ):
+        result = stock(input_ids, *args, **arguments)
+    if lookahead is not None:
+        lookahead.end(cache.length)
+    return result
 
 
 def _rounds(self: Any, cache: DecodeCache) -> Rounds | None:

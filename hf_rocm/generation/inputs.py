@@ -141,6 +141,9 @@ def _update(
     cache = model_kwargs.get("past_key_values")
     step = _step_of(cache)
     if step is None or not step.matches(model_kwargs) or not (step.verifies or _methods().holds()):
+        if isinstance(cache, DecodeCache) and cache.runner is not None:
+            # The device may still be computing the prompt.
+            cache.runner.prepare(model)
         return inherited(outputs, model_kwargs, is_encoder_decoder, num_new_tokens)
     if not step.verifies and (num_new_tokens != 1 or outputs.get("past_key_values", cache) is not cache):
         del _steps[cache]

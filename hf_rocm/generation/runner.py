@@ -23,8 +23,8 @@ from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.cache_layer import reorder
 from hf_rocm.generation.decide import refuses_modules
-from hf_rocm.generation.fingerprint import fingerprint
 from hf_rocm.generation.inputs import begin
+from hf_rocm.generation.model_state import ModelState, examine
 from hf_rocm.generation.rank_consensus import Agreement
 from hf_rocm.generation.recorded_draw import RecordedDraw, probabilities_of
 from hf_rocm.generation.recorded_step import Recorded, RecordedStep, drop_oldest
@@ -37,8 +37,6 @@ from hf_rocm.generation.state import State
 from hf_rocm.generation.static_buffers import resident
 from hf_rocm.generation.step import Inputs, Unrecordable, alike, first_line, put_together, take_apart
 from hf_rocm.generation.token_choice import Choice
-from hf_rocm.generation.watch import last_watches_of
-from hf_rocm.overlay.replacements import Watch
 from hf_rocm.weights.shuffled_copy import counters_watched
 
 # The largest number of recorded steps of one cache, not counting steps that verify drafts, and of recorded draws of one
@@ -60,15 +58,13 @@ class Runner:
         self._state = state
         self._probable = probable
         self.cache = cache
-        # A number for the model's fingerprint.
-        self._model_state: int | None = None
+        # The model before the first step, and the same from `prepare`, until the first step.
+        self._start: ModelState | None = None
+        self._prepared: ModelState | None = None
         self._model: Any
-        # The forward that was set on the model itself before the call.
-        self._forward: Any = None
         # The experts implementation, and the number of switches when it was read.
         self._experts: str | None = None
         self._switches = 0
-        self._watch: Watch
         # How many hooks this process had registered when the modules were last examined.
         self._hooks = 0
         self._ranks: Agreement
@@ -110,15 +106,16 @@ class Runner:
             self._arguments = arguments if all(map(resident, inputs.tensors)) else {}
         if self._switches != self._state.switches:
             self._follow_switches(model)
-        if self._model_state is None and not self._begin(model):
+        start = self._start or self._begin(model)
+        if start is None:
             return model(**arguments)
-        replaced = self._replaced(model)
+        replaced = start.replaced()
         if replaced is not None:
             self._state.turn_away(f"{replaced} during a call")
             return self._run(model, arguments)
         if self._hooks != RemovableHandle.next_id and self._hooked(model):
             return self._run(model, arguments)
-        key = (self._model_state, inputs.key)
+        key = (start.number, inputs.key)
         step: RecordedStep | None = self.cache.recordings.get(key)
         if step is not None:
             alarm = self._ranks.group is None and step.alarm.poll(step.schedule.replays)
@@ -128,18 +125,12 @@ class Runner:
             if launched is not step:
                 step.replay(inputs.tensors)
             if self._arguments:
-                seen_over(self.cache).record_replay(self._model_state, tokens, key)
+                seen_over(self.cache).record_replay(start.number, tokens, key)
             self._count(step)
             return self._outputs_of(step)
         if self._repeats(key):
             return self._record(key, model, arguments, inputs)
         return self._run(model, arguments)
-
-    def _replaced(self, model: Any) -> str | None:
-        """Return a sentence about a function that was replaced since the call's first step, or None."""
-        if model.__dict__.get("forward") is not self._forward:
-            return "a forward was set on the model"
-        return None if self._watch.unchanged() else self._watch.difference()
 
     def _count(self, step: RecordedStep) -> None:
         """Count a replay that was not compared."""
@@ -202,7 +193,7 @@ class Runner:
         The arguments are those of `Step.begin`. Returns the step and its tokens on the device, [1, N]; None if nothing
         was replayed.
         """
-        step = step_over(self.cache, self._model_state, tokens)
+        step = None if self._start is None else step_over(self.cache, self._start.number, tokens)
         if step is None or step.schedule.due_in(self._call):
             return None
         input_ids = begin(self.cache, position, tokens, source)
@@ -211,14 +202,15 @@ class Runner:
         step.replay_in_place()
         return step, input_ids
 
-    def may_advance(self, model: Any, steps: Mapping[int, int]) -> bool:
+    def may_advance(self, steps: Mapping[int, int]) -> bool:
         """Whether `advance` may replay the next steps. steps: maps numbers of tokens to the number of such steps."""
-        if self._model_state is None or self._uncaptured or self._state.disabled is not None or self._ranks.group:
+        start = self._start
+        if start is None or self._uncaptured or self._state.disabled is not None or self._ranks.group:
             return False
-        if self._switches != self._state.switches or self._hooks != RemovableHandle.next_id or self._replaced(model):
+        if self._switches != self._state.switches or self._hooks != RemovableHandle.next_id or start.replaced():
             return False
         for tokens, replays in steps.items():
-            step = step_over(self.cache, self._model_state, tokens)
+            step = step_over(self.cache, start.number, tokens)
             if replays and (step is None or step.draft is None or step.schedule.due_in(self._call, replays)):
                 return False
         return True
@@ -236,32 +228,35 @@ class Runner:
         self._count(step)
         return None if step.alarm.poll(step.schedule.replays) else step
 
-    def _begin(self, model: Any) -> bool:
+    def prepare(self, model: Any) -> None:
+        """Fingerprint the model while the device computes the prompt, if no user code runs before the first step."""
+        if self._start is None and self._prepared is None and self._state.disabled is None:
+            self._prepared = examine(model, self._state, probable=self._probable)
+
+    def _begin(self, model: Any) -> ModelState | None:
         """Fingerprint the model at a call's first step, and again after its experts implementation has changed.
 
-        Returns whether steps of the call may be recorded.
+        Returns None if the steps of the call run uncaptured.
         """
-        watches = last_watches_of(model)
-        self._model_state = self._state.number_of(fingerprint(model, watches), probable=self._probable)
-        self._watch = watches.step
-        self._hooks = RemovableHandle.next_id
+        start, self._prepared = self._prepared, None
+        if start is None or start.model is not model or start.switches != self._state.switches:
+            start = examine(model, self._state, probable=self._probable)
+        self._start, self._model, self._hooks = start, model, start.hooks
         self._ranks = Agreement(model)
-        self._model = model
-        self._forward = model.__dict__.get("forward")
         self.cache.reorderer = WeakMethod(self._reorder)
-        self._uncaptured = not self._ranks.same(self._model_state, len(self.cache.recordings))
+        self._uncaptured = not self._ranks.same(start.number, len(self.cache.recordings))
         if self._uncaptured:
             # Start over on all ranks, so that their counts are equal from here on.
             self._state.start_over()
             self._state.turn_away("the models are in different states on different ranks")
-        return not self._uncaptured
+        return None if self._uncaptured else start
 
     def _follow_switches(self, model: Any) -> None:
         """Discard the fingerprint if the experts implementation has changed, for example in another thread's call."""
         self._switches = self._state.switches
         experts = decode_experts.implementation(model)
         if experts != self._experts:
-            self._experts, self._model_state = experts, None
+            self._experts, self._start = experts, None
             # The digests of the steps so far belong to another recording.
             self._in_a_row = 0
 

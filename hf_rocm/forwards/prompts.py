@@ -29,7 +29,7 @@ from hf_rocm.generation.state import SETTINGS as STEPS
 from hf_rocm.generation.step import Unrecordable
 from hf_rocm.generation.user_cache import cache_of_forward
 from hf_rocm.generation.watch import strings_of
-from hf_rocm.layers.cached_attention import Slot
+from hf_rocm.layers.cached_attention import Slot, slot
 from hf_rocm.ops.custom_op import compiling
 from hf_rocm.weights import shuffled_copy
 
@@ -170,10 +170,22 @@ def _stored(cache: DecodeCache, length: int, kept: Mapping[str, Any]) -> Any:
 def _returned(model: Any, kept: Mapping[str, Any]) -> Any:
     """Copy the keys and values of a prompt to a cache like the one that the model's forward creates."""
     cache = cache_of_forward(model)
+    targets: list[Tensor] = []
+    sources: list[Tensor] = []
     for index, layer in enumerate(kept["layers"]):
-        if layer is not None:
-            keys, values = (tensor.clone() for tensor in layer)
-            cache.update(keys, values, index, {"cache_position": _counted(keys[0, 0, :, 0])})
+        if layer is None:
+            continue
+        keys, values = layer
+        rows = slot(cache, index, keys, values, {})
+        if rows is None or rows.written is None:
+            cache.update(keys.clone(), values.clone(), index, {"cache_position": _counted(keys[0, 0, :, 0])})
+            continue
+        targets += rows.keys, rows.values
+        sources += layer
+        rows.written()
+    if targets:
+        # On a GPU, one kernel copies all of them.
+        torch._foreach_copy_(targets, sources)
     return _with(cache, kept["output"])
 
 

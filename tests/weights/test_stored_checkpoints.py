@@ -49,6 +49,7 @@ def test_every_number_and_every_byte_of_the_checkpoint_is_kept(tmp_path, case):
     model = hf_rocm.from_pretrained(tmp_path, force=True)
     encoded = layers(model)
     assert len(encoded) == LINEARS and all(type(layer) is EncodedLinear for _, layer in encoded)
+    assert not any(module.training for module in model.modules())
     for path, layer in encoded:
         assert torch.equal(layer.weight, reference.get_submodule(path).weight)
     assert state_bytes(model) == expected

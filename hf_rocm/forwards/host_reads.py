@@ -251,8 +251,8 @@ def _copies(operator: Any) -> bool:
 
 
 def _is_large(tensor: Tensor) -> bool:
-    """Return whether a tensor is probably an activation and not a mask. Its operator is then not stored."""
-    return tensor.is_floating_point() and tensor.nbytes > 2**20
+    """Return whether a tensor is probably an activation, not a mask or indices. Its operator is then not stored."""
+    return tensor.dtype not in (torch.bool, torch.int64) and tensor.nbytes > 2**20
 
 
 def _storage(tensor: Tensor) -> int:

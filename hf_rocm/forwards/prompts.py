@@ -184,7 +184,7 @@ def _returned(model: Any, kept: Mapping[str, Any]) -> Any:
         sources += layer
         rows.written()
     if targets:
-        # On a GPU, one kernel copies all of them.
+        # This takes a few launches on a GPU, not one per tensor.
         torch._foreach_copy_(targets, sources)
     return _with(cache, kept["output"])
 

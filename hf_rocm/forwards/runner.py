@@ -240,7 +240,10 @@ def _record(model: Any, state: State, snapshot: Snapshot, key: Hashable, path: P
         state.turn_away(str(error))
         return NOT_RUN
     except Exception as error:  # noqa: BLE001  the caller runs the call again, which raises the user's error
-        state.turn_away(f"the forward raised {type(error).__name__} while it was observed: {first_line(error)}")
+        failure = f"the forward raised {type(error).__name__} while it was observed: {first_line(error)}"
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            state.failed(key, path, failure)
+        state.turn_away(failure)
         return NOT_RUN
     output = observed.output if call.padded is None else call.user_call()
     if not snapshot.unchanged(model):

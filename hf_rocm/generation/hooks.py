@@ -34,6 +34,7 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.encoder_decoder import EncoderDecoderDecodeCache, mask_of
 from hf_rocm.generation.hybrid import RECURRENT, HybridDecodeCache
 from hf_rocm.generation.methods import put_before, take_away
+from hf_rocm.generation.model_state import may_examine_early
 from hf_rocm.generation.rewind import Attempt, Rewind, last_alarm
 from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.state import SETTINGS, State, known, refusal, release, state_of
@@ -312,9 +313,8 @@ def _sampled(self: Any, stock: Method, input_ids: Tensor, args: Sequence[Any], a
     if not args:
         cache.choice = token_choice.of_call(self, arguments)
         arguments = {**arguments, **stop_criteria.of_sampling(arguments, cache.choice)}
-        if cache.choice is not None and _thread.observer is None and arguments.get("streamer") is None:
-            # No user code runs between the prompt and the first step.
-            cache.runner = Runner(state_of(self), cache)
+        if cache.choice is not None and may_examine_early(self, input_ids, attempt.arguments):
+            cache.runner = Runner(state_of(self), cache, early=True)
     with deferred_stop.stopping_late(input_ids, attempt.arguments) as late:
         result = stock(input_ids, *args, **arguments)
     if late is not None:

@@ -8,7 +8,7 @@ as there is a marked model of the class, or a marked copy, that was not restored
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,6 +42,16 @@ def take_away(model: Any, mark: str) -> None:
     patches.release(model, key=mark)
     if all(change.key == _COPIES for change in patches.of(model)):
         patches.release(model)
+
+
+def set_by_others(model: Any, names: Sequence[str]) -> bool:
+    """Return whether other code has set one of these methods on the model, or has replaced hf_rocm's on its class."""
+    ours = [change for change in patches.of(model) if change.owner is type(model)]
+    for name in names:
+        changes = [change for change in ours if change.name == name]
+        if name in model.__dict__ or (changes and changes[0].current() not in [c.replacement for c in changes]):
+            return True
+    return False
 
 
 def own(cls: type, name: str, origin: type) -> bool:

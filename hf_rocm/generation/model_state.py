@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from hf_rocm.generation.fingerprint import fingerprint
+from hf_rocm.generation.fingerprint import Fingerprint, fingerprint
+from hf_rocm.generation.methods import set_by_others
 from hf_rocm.generation.state import State
+from hf_rocm.generation.user_cache import observers
 from hf_rocm.generation.watch import last_watches_of
 from hf_rocm.overlay.replacements import Watch
+
+# The methods that the sampling loop calls between the prompt and the first step.
+_BETWEEN = (
+    "prepare_inputs_for_generation",
+    "_update_model_kwargs_for_generation",
+    "_has_unfinished_sequences",
+    "_optimize_model_for_decode",
+)
 
 
 class ModelState(NamedTuple):
     """A model between the prompt and the first step of a call.
 
-    number: the number of its fingerprint. watch: the functions that are compared before every step. forward: the
-    forward that is set on the model itself, or None. hooks: how many hooks this process had registered. switches:
-    `State.switches`.
+    watch: the functions that are compared before every step. forward: the forward that is set on the model itself, or
+    None. hooks: how many hooks this process had registered. switches: `State.switches`. number: the number of the
+    fingerprint, which the first step assigns.
     """
 
-    number: int
+    fingerprint: Fingerprint
     model: Any
     watch: Watch
     forward: Any
     hooks: int
     switches: int
+    number: int = -1
 
     def replaced(self) -> str | None:
         """Return a sentence about a function that has been replaced since, or None."""
@@ -34,9 +47,20 @@ class ModelState(NamedTuple):
         return None if self.watch.unchanged() else self.watch.difference()
 
 
-def examine(model: Any, state: State, *, probable: bool) -> ModelState:
-    """Fingerprint a model. This takes a few microseconds per module. probable: see `State.number_of`."""
+def examine(model: Any, state: State) -> ModelState:
+    """Fingerprint a model. This takes a few microseconds per module."""
     watches = last_watches_of(model)
-    number = state.number_of(fingerprint(model, watches), probable=probable)
     forward = model.__dict__.get("forward")
-    return ModelState(number, model, watches.step, forward, RemovableHandle.next_id, state.switches)
+    found = fingerprint(model, watches)
+    return ModelState(found, model, watches.step, forward, RemovableHandle.next_id, state.switches)
+
+
+def may_examine_early(model: Any, input_ids: Tensor, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a model may be examined before the first step: a call has one, and no user code runs before it.
+
+    input_ids, arguments: those of a call to `_sample` whose choice of tokens is recorded.
+    """
+    if arguments.get("streamer") is not None or observers(arguments) is not None:
+        return False
+    longer: bool = arguments["generation_config"].max_length > input_ids.shape[1] + 1
+    return longer and not set_by_others(model, _BETWEEN)

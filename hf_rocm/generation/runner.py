@@ -52,13 +52,17 @@ _log = logging.getLogger("hf_rocm")
 
 
 class Runner:
-    """Runs the steps of one call over one cache. probable: whether its recorded steps compute probabilities."""
+    """Runs the steps of one call over one cache.
 
-    def __init__(self, state: State, cache: DecodeCache, *, probable: bool = False) -> None:
+    probable: whether its recorded steps compute probabilities. early: whether `prepare` may examine the model.
+    """
+
+    def __init__(self, state: State, cache: DecodeCache, *, probable: bool = False, early: bool = False) -> None:
         self._state = state
+        self._early = early
         self._probable = probable
         self.cache = cache
-        # The model before the first step, and the same from `prepare`, until the first step.
+        # The model as the first step found it, and as `prepare` found it until then.
         self._start: ModelState | None = None
         self._prepared: ModelState | None = None
         self._model: Any
@@ -229,9 +233,9 @@ class Runner:
         return None if step.alarm.poll(step.schedule.replays) else step
 
     def prepare(self, model: Any) -> None:
-        """Fingerprint the model while the device computes the prompt, if no user code runs before the first step."""
-        if self._start is None and self._prepared is None and self._state.disabled is None:
-            self._prepared = examine(model, self._state, probable=self._probable)
+        """Examine the model while the device computes the prompt, if no user code runs before the first step."""
+        if self._early and self._state.disabled is None:
+            self._early, self._prepared = False, examine(model, self._state)
 
     def _begin(self, model: Any) -> ModelState | None:
         """Fingerprint the model at a call's first step, and again after its experts implementation has changed.
@@ -240,7 +244,8 @@ class Runner:
         """
         start, self._prepared = self._prepared, None
         if start is None or start.model is not model or start.switches != self._state.switches:
-            start = examine(model, self._state, probable=self._probable)
+            start = examine(model, self._state)
+        start = start._replace(number=self._state.number_of(start.fingerprint, probable=self._probable))
         self._start, self._model, self._hooks = start, model, start.hooks
         self._ranks = Agreement(model)
         self.cache.reorderer = WeakMethod(self._reorder)

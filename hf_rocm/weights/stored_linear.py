@@ -120,7 +120,7 @@ class StoredLinear(StoredLayer):
             return self.format.read(self.tensors(), self.out_features, self.in_features, dtype)
 
     def ordinary(self) -> Linear:
-        return as_linear(self.dequantized(self.dtype), self.bias)
+        return as_linear(self.dequantized(self.dtype), self.bias).train(self.training)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.format.described()}"
@@ -172,7 +172,7 @@ class EncodedLinear(QuantizedLinear):
         return stored
 
     def ordinary(self) -> nn.Module:
-        return as_linear(self.weight, self.bias)
+        return as_linear(self.weight, self.bias).train(self.training)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         stored = self.stored

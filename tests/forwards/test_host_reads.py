@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 
 import pytest
@@ -39,6 +40,21 @@ def test_a_program_computes_the_value_for_other_inputs(observed):
     first, second = (read.program for read in reads.reads)
     assert first((ids, masked)) == (bool, False) and second((ids, masked)) == (int, 3)
     assert first((ids, mask)) == (bool, True) and first((torch.full_like(ids, 3), mask)) == (bool, False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.uint8, torch.int32], ids=str)
+def test_large_activations_are_freed_during_the_forward(dtype, observed):
+    """Activations that were rounded to 8 bits, and their products, are integers."""
+    alive = []
+
+    def run(x):
+        large = torch.full((2**21,), 3, dtype=dtype)
+        references = [weakref.ref(large), weakref.ref(large * 2)]
+        del large
+        alive.append([reference() is not None for reference in references])
+
+    observed(run, torch.ones(3))
+    assert alive == [[False, False]]
 
 
 def test_weights_are_read_in_place(observed):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from packaging.version import Version
 
-from hf_rocm.forwards import prompts
+from hf_rocm.forwards import prompts, runner
 from hf_rocm.forwards.state import known
 from tests.forwards.conftest import counted, equal, reasons
 from tests.forwards.test_prompts import CALLS, STATIC
@@ -86,6 +86,24 @@ def test_an_error_of_the_model_reaches_the_caller(decoders):
             prepared(**inputs, logits_to_keep=1)
     assert known(prepared).disabled is None
     assert any("raised IndexError while it was observed" in reason for reason in reasons(prepared))
+
+
+def test_a_forward_whose_observation_needs_too_much_memory_is_observed_once(decoders, monkeypatch):
+    prepared, twin = decoders()
+    observed = []
+
+    def observe(*_):
+        observed.append(prepared)
+        raise torch.cuda.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(runner, "observe", observe)
+    for seed in range(5):
+        inputs = prompt(length=20, seed=seed)
+        with torch.no_grad():
+            one, other = (model(**inputs, logits_to_keep=1) for model in (prepared, twin))
+        assert torch.equal(one.logits, other.logits)
+    assert len(observed) == 1 and known(prepared).disabled is None
+    assert any("OutOfMemoryError while it was observed" in reason for reason in reasons(prepared))
 
 
 def test_a_forward_that_returns_no_cache_runs_uncaptured(decoders, monkeypatch):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -12,10 +14,13 @@ from tests.generation.conftest import SAMPLED, Streamer, counted, generate
 from tests.releases import in_the_newest
 
 EARLY, LATE = ["fingerprint", "step"], ["step", "fingerprint"]
+# After this number of calls, most replays are not compared.
+NORMAL = 12
 
 
-def unchanged(input_ids, scores):
-    return scores
+def never(input_ids, scores, **_):
+    """A stopping criterion that ends no row."""
+    return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
 @pytest.fixture
@@ -51,13 +56,83 @@ def test_the_model_is_fingerprinted_before_the_first_step_is_prepared(arguments,
 
 @pytest.mark.parametrize(
     "arguments",
-    [lambda: {"streamer": Streamer()}, lambda: {"logits_processor": [unchanged]}],
-    ids=["streamer", "logits_processor"],
+    [
+        lambda: {"streamer": Streamer()},
+        lambda: {"logits_processor": [lambda input_ids, scores: scores]},
+        lambda: {"stopping_criteria": [never]},
+    ],
+    ids=["streamer", "logits_processor", "stopping_criteria"],
 )
 def test_it_is_fingerprinted_later_if_user_code_may_run_before_the_first_step(arguments, pair, order):
     prepared, _ = pair()
     generate(prepared, **arguments())
     assert order == LATE
+
+
+def wrapped(method, act):
+    """A method with the names of `method`, which first calls `act` with the model."""
+
+    @functools.wraps(method)
+    def wrapper(self, *arguments, **keywords):
+        act(self)
+        return method(self, *arguments, **keywords)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("on_class", [False, True], ids=["model", "class"])
+@pytest.mark.parametrize("name", ["prepare_inputs_for_generation", "_has_unfinished_sequences"])
+def test_it_is_fingerprinted_later_if_a_method_of_the_loop_was_wrapped(name, on_class, pair, order, monkeypatch):
+    prepared, _ = pair()
+    generate(prepared)
+    order.clear()
+    cls, calls = type(prepared), []
+    wrapper = wrapped(getattr(cls, name), calls.append)
+    if on_class:
+        monkeypatch.setattr(cls, name, wrapper)
+    else:
+        monkeypatch.setitem(prepared.__dict__, name, wrapper.__get__(prepared))
+    generate(prepared)
+    assert calls and order == LATE
+
+
+def test_a_weight_that_a_wrapped_method_replaces_before_the_first_step_is_used(pair, monkeypatch):
+    prepared, stock = pair()
+    calls = []
+
+    def negate(model):
+        calls.append(model)
+        # the first step of the last call
+        if len(calls) == 12 * NORMAL + 2:
+            model.model.norm.weight = nn.Parameter(-model.model.norm.weight.detach())
+
+    results = []
+    for model in (prepared, stock):
+        calls.clear()
+        method = type(model).prepare_inputs_for_generation
+        monkeypatch.setitem(model.__dict__, "prepare_inputs_for_generation", wrapped(method, negate).__get__(model))
+        results.append([generate(model) for _ in range(NORMAL + 1)])
+    assert torch.equal(torch.stack(results[0]), torch.stack(results[1]))
+    assert not torch.equal(*results[1][-2:]) and counted(prepared)[1] > 100
+
+
+def test_a_criterion_that_the_model_adds_is_user_code(pair, order, monkeypatch):
+    prepared, _ = pair()
+    method = type(prepared)._get_stopping_criteria
+
+    def adding(*arguments, **keywords):
+        criteria = method(prepared, *arguments, **keywords)
+        criteria.append(never)
+        return criteria
+
+    monkeypatch.setitem(prepared.__dict__, "_get_stopping_criteria", adding)
+    generate(prepared)
+    assert order == LATE
+
+
+def test_a_call_for_one_token_does_not_fingerprint_the_model(pair, order):
+    prepared, stock = pair()
+    assert torch.equal(generate(prepared, new=1), generate(stock, new=1)) and not order
 
 
 def test_a_weight_that_a_streamer_replaces_before_the_first_step_is_used(pair):

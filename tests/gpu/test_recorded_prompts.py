@@ -11,6 +11,8 @@ from hf_rocm import options
 from hf_rocm.forwards import runner
 from hf_rocm.forwards.state import known
 from tests.forwards.conftest import counted, logits_of, with_twin
+from tests.forwards.test_quantized_weights import KINDS as QUANTIZED
+from tests.forwards.test_quantized_weights import SIZES, quantized_pair
 from tests.generation.conftest import KINDS, generate, make, prompt
 from tests.threads import running
 
@@ -63,6 +65,19 @@ def test_replayed_prompts_of_one_length_are_bitwise_equal(kind):
         assert_unrecorded(prepared, UNRECORDED[kind])
     else:
         assert counted(prepared) == (1, 5), state.turned_away
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_replayed_prompts_with_quantised_weights_are_bitwise_equal(kind):
+    prepared, twin = quantized_pair(make("llama", **SIZES).to("cuda"), kind)
+    with options.override(pad_tokens=0):
+        for seed in range(8):
+            inputs = on_gpu(length=80, seed=seed)
+            actual, expected = logits_of(prepared, inputs), logits_of(twin, inputs)
+            # as in the test above
+            assert seed == 1 or torch.equal(actual, expected), seed
+    state = known(prepared)
+    assert state.disabled is None and counted(prepared) == (1, 5), state.turned_away
 
 
 @pytest.mark.parametrize("kind", KINDS)

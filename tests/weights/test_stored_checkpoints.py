@@ -168,6 +168,7 @@ def test_dequantize_makes_an_ordinary_model(tmp_path, case):
     hf_rocm.from_pretrained(tmp_path, force=True).dequantize()
     model = hf_rocm.dequantize(hf_rocm.from_pretrained(tmp_path, force=True))
     assert not layers(model) and not any(isinstance(module, StoredLinear) for module in model.modules())
+    assert not any(module.training for module in model.modules())
     for name, tensor in reference.state_dict().items():
         assert torch.equal(model.state_dict()[name], tensor)
     assert getattr(model.config, "quantization_config", None) is None

@@ -46,12 +46,8 @@ def take_away(model: Any, mark: str) -> None:
 
 def set_by_others(model: Any, names: Sequence[str]) -> bool:
     """Return whether other code has set one of these methods on the model, or has replaced hf_rocm's on its class."""
-    ours = [change for change in patches.of(model) if change.owner is type(model)]
-    for name in names:
-        changes = [change for change in ours if change.name == name]
-        if name in model.__dict__ or (changes and changes[0].current() not in [c.replacement for c in changes]):
-            return True
-    return False
+    replaced = {change.name for change in patches.replaced() if change.owner is type(model)}
+    return any(name in model.__dict__ or name in replaced for name in names)
 
 
 def own(cls: type, name: str, origin: type) -> bool:

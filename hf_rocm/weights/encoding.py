@@ -54,8 +54,6 @@ class QuantizedWeight(nn.Module):
         self.register_buffer("zeros", None, persistent=False)
         self.register_buffer("order", None, persistent=False)
         self.shuffled = False
-        # Forwards of a model with a module in training mode are not recorded; see `forwards.decide`.
-        self.eval()
 
     @classmethod
     def format_for(cls, model: nn.Module, kind: str) -> Any:

@@ -53,7 +53,9 @@ class Replacement(nn.Module):
         # PyTorch does not register a module in a tuple as a child.
         self.replaced = (module,)
         self.follows = "_hf_hook" in module.__dict__
-        self.dtype, self.warns, self.training = dtype, warns, module.training
+        self.dtype, self.warns = dtype, warns
+        # Includes the encoded weight: forwards of a model with a module in training mode are not recorded.
+        self.train(module.training)
 
     @property
     def kept(self) -> bool:

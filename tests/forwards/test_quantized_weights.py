@@ -16,7 +16,8 @@ from tests.weights import stored_checkpoints
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 KINDS = ["fp8", "int8", "int4", "mxfp4"]
-# The last two calls are replayed; all but the last are compared.
+# The first call runs uncaptured, the second is recorded, and the others are compared. The first comparison is not
+# counted.
 CALLS = 5
 
 

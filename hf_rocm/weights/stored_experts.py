@@ -26,12 +26,11 @@ class StoredExperts(Mxfp4Experts, StoredLayer):
     def __init__(
         self, experts: Any, format: StoredFormat, infos: Mapping[str, TensorInfo], *, biased: bool = True
     ) -> None:
-        super().__init__(format, infos, experts.gate_up_proj.dtype)
+        super().__init__(experts, format, infos, experts.gate_up_proj.dtype)
         self.gate_up_proj_bias, self.down_proj_bias = experts.gate_up_proj_bias, experts.down_proj_bias
         self.activation, self.limit, self.alpha = CLAMPED, float(experts.limit), float(experts.alpha)
         # PyTorch does not register a module in a tuple as a child. Its parameters stay on the meta device.
         self.replaced = (experts,)
-        self.training = experts.training
 
     @classmethod
     def fits(cls, module: nn.Module) -> bool:

@@ -22,8 +22,11 @@ from hf_rocm.weights.stored import LinearFormat, StoredFormat, TensorInfo
 class StoredLayer(nn.Module):
     """Replaces a layer when a quantised checkpoint is loaded. Its buffers are the checkpoint's tensors."""
 
-    def __init__(self, format: StoredFormat, infos: Mapping[str, TensorInfo], dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: nn.Module, format: StoredFormat, infos: Mapping[str, TensorInfo], dtype: torch.dtype
+    ) -> None:
         super().__init__()
+        self.training = module.training
         self.format, self.infos, self.dtype = format, dict(infos), dtype
         for name, (stored_dtype, shape) in infos.items():
             if self.is_plain(name):
@@ -92,7 +95,7 @@ class StoredLinear(StoredLayer):
     format: LinearFormat
 
     def __init__(self, linear: Linear, format: LinearFormat, infos: Mapping[str, TensorInfo], *, biased: bool) -> None:
-        super().__init__(format, infos, linear.weight.dtype)
+        super().__init__(linear, format, infos, linear.weight.dtype)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         # some libraries store a bias for every layer
         added = nn.Parameter(linear.weight.new_empty(self.out_features)) if biased and linear.bias is None else None

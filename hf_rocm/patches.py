@@ -210,7 +210,9 @@ def original(owner: Any, name: str) -> Any:
     """Return the owner's value without hf_rocm's changes, or ABSENT. A wrapper from other code is returned as is."""
     entries = owner if isinstance(owner, dict) else vars(owner)
     with _lock:
-        return _beneath(entries.get(name, ABSENT), (id(owner), name))
+        value = entries.get(name, ABSENT)
+        # most classes of an MRO don't have the attribute
+        return ABSENT if value is ABSENT else _beneath(value, (id(owner), name))
 
 
 def sweep() -> None:

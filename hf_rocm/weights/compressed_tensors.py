@@ -71,9 +71,9 @@ _EIGHT_BITS = {"int-quantized": "int", "float-quantized": "float", "naive-quanti
 
 @dataclass(frozen=True)
 class PackedAlongK(FourBitFormat):
-    """`weight_packed`: [N, ⌈K / 8⌉] int32; `weight_scale`: [N, K / group]; `weight_shape`: N and K.
+    """`weight_packed`: [N, ⌈K / 8⌉] int32; `weight_scale`: [N, ⌈K / group⌉]; `weight_shape`: N and K.
 
-    `weight_zero_point`: [⌈N / 8⌉, K / group] int32, packed along N; absent without zero points.
+    `weight_zero_point`: [⌈N / 8⌉, ⌈K / group⌉] int32, packed along N; absent without zero points.
     """
 
     marker = "weight_packed"

@@ -202,8 +202,8 @@ class FourBitFormat(LinearFormat):
         return f"4 bits, {groups} ({self.library})"
 
     def groups(self, k: int) -> int:
-        """The number of groups in a row of K numbers."""
-        return 1 if self.group == -1 else k // self.group
+        """The number of groups in a row of K numbers. The last group may be smaller than the others."""
+        return 1 if self.group == -1 else -(-k // self.group)
 
     def zeros(self, tensors: Tensors, n: int) -> Tensor | None:
         """The zero points, the numbers that represent 0: [N, groups] uint8, or None if there are none."""

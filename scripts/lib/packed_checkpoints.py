@@ -139,8 +139,8 @@ def awq(n: int, k: int, group: int) -> Tensors:
     spread = math.sqrt(2) * _INT4_SPREAD
     return {
         "qweight": _words(k, n // 8),
-        "qzeros": _words(k // group, n // 8),
-        "scales": _scales(deviation(k) / spread, k // group, n, dtype=torch.float16),
+        "qzeros": _words(-(-k // group), n // 8),
+        "scales": _scales(deviation(k) / spread, -(-k // group), n, dtype=torch.float16),
     }
 
 
@@ -151,8 +151,8 @@ def gptq(n: int, k: int, group: int, *, by_activation: bool = False) -> Tensors:
         groups = groups[torch.randperm(k, generator=torch.Generator().manual_seed(k), device="cpu").to(groups.device)]
     return {
         "qweight": _words(k // 8, n),
-        "qzeros": torch.full((k // group, n // 8), _EIGHTS, dtype=torch.int32),
-        "scales": _scales(deviation(k) / _INT4_SPREAD, k // group, n, dtype=torch.float16),
+        "qzeros": torch.full((-(-k // group), n // 8), _EIGHTS, dtype=torch.int32),
+        "scales": _scales(deviation(k) / _INT4_SPREAD, -(-k // group), n, dtype=torch.float16),
         "g_idx": groups,
     }
 
@@ -208,7 +208,7 @@ def int8_rows(n: int, k: int, group: int) -> Tensors:
 def int4_groups(n: int, k: int, group: int) -> Tensors:
     return {
         "weight_packed": _words(n, k // 8),
-        "weight_scale": _scales(deviation(k) / _INT4_SPREAD, n, k // group, dtype=torch.bfloat16),
+        "weight_scale": _scales(deviation(k) / _INT4_SPREAD, n, -(-k // group), dtype=torch.bfloat16),
         "weight_shape": torch.tensor([n, k]),
     }
 

@@ -40,10 +40,11 @@ def rounded(
 ) -> tuple[numpy.ndarray, torch.Tensor, numpy.ndarray, torch.Tensor]:
     """Returns numbers 0 … 15 [N, K], scales and zero points [N, G], and the dequantised weight.
 
-    group: the number of columns per group, or -1 for one group per row.
+    group: the number of columns per group, or -1 for one group per row. The last group may have fewer columns.
     """
     n, k = weight.shape
-    values = weight.double().numpy().reshape(n, -1, k if group == -1 else group)
+    size = k if group == -1 else group
+    values = numpy.pad(weight.double().numpy(), ((0, 0), (0, -k % size))).reshape(n, -1, size)
     if symmetric:
         scale, zero = numpy.abs(values).max(-1) / 7.5, numpy.full(values.shape[:2], 8)
     else:
@@ -55,8 +56,8 @@ def rounded(
     with numpy.errstate(divide="ignore", invalid="ignore"):
         numbers = numpy.nan_to_num(numpy.round(values / step) + zero[..., None], nan=0, posinf=15, neginf=0)
     levels = numpy.clip(numbers, 0, 15).astype(numpy.int64)
-    exact = torch.from_numpy(((levels - zero[..., None]) * step).reshape(n, k))
-    return levels.reshape(n, k), stored, zero, exact
+    exact = torch.from_numpy(((levels - zero[..., None]) * step).reshape(n, -1)[:, :k].copy())
+    return levels.reshape(n, -1)[:, :k], stored, zero, exact
 
 
 def words(numbers: numpy.ndarray, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:

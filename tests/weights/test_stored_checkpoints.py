@@ -223,6 +223,19 @@ def test_layers_of_unsupported_sizes_use_dequantised_weights(tmp_path):
     assert "as in the checkpoint" in str(hf_rocm.explain(model))
 
 
+@pytest.mark.parametrize(
+    "case", [checkpoints.COMPRESSED[5], checkpoints.AWQ[2], checkpoints.GPTQ[2], checkpoints.GPTQ[6]], ids=str
+)
+def test_layers_whose_last_group_is_smaller_use_dequantised_weights(tmp_path, case):
+    reference = checkpoints.write(tmp_path, case, intermediate_size=320)
+    model = hf_rocm.from_pretrained(tmp_path, force=True)
+    left = model.__dict__[REPORT]["left"]
+    paths = [f"model.layers.{layer}.mlp.down_proj" for layer in range(LAYERS)]
+    assert left == dict.fromkeys(paths, "its number of inputs, 320, is not a multiple of the group size 128")
+    assert_as_good_as_eager(logits(model), logits(reference), logits(copy.deepcopy(reference).double()))
+    assert state_bytes(model) == stored_bytes(tmp_path)
+
+
 def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path):
     checkpoints.write(tmp_path, checkpoints.CASES[0])
     with pytest.raises(OptionError, match="already quantised"):

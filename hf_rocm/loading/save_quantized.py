@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from os import PathLike
 from typing import Any
@@ -33,9 +34,9 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
     `save_pretrained`.
     Weights in e4m3fnuz (gfx942) are stored in e4m3fn, and those with magnitudes below 2⁻⁶ are rounded to multiples
     of 2⁻⁹. The model is unchanged afterwards; other threads must not use it while it is saved.
-    Raises `OptionError` if model is not a `torch.nn.Module`, is not quantised, has quantised experts or has no
-    `save_pretrained`, if folder is not a path, or if the model was loaded from a quantised checkpoint, which
-    `save_pretrained` writes in the checkpoint's own format.
+    Raises `OptionError` if model is not a `torch.nn.Module`, is not quantised, has quantised experts, layers of several
+    kinds or no `save_pretrained`, if folder is not a path, if a `state_dict` is given, or if the model was loaded from
+    a quantised checkpoint, which `save_pretrained` writes in the checkpoint's own format.
     """
     require_module(model, "save_quantized")
     if not isinstance(folder, (str, PathLike)):
@@ -56,6 +57,18 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
             "stock transformers reads no format that has both experts and other layers in MXFP4",
             hint='model.save_pretrained writes an ordinary checkpoint; quantize(..., exclude=["experts"]) leaves the '
             "experts as they are",
+        )
+    schemes = {json.dumps(_scheme(layer, [])): (path, layer.extra_repr()) for path, layer in reversed(linears)}
+    if len(schemes) > 1:
+        raise OptionError(
+            "save_quantized writes no checkpoint whose layers have different kinds of weights",
+            facts=dict(schemes.values()),
+            hint="model.save_pretrained writes an ordinary checkpoint",
+        )
+    if arguments.get("state_dict") is not None:
+        raise OptionError(
+            "save_quantized writes the model's own weights, and takes no state_dict",
+            hint="load the state dict into the model first",
         )
     save: Any = getattr(model, "save_pretrained", None)
     if save is None:
@@ -139,6 +152,7 @@ def _stored(layer: QuantizedLinear, format: LinearFormat) -> EncodedLinear:
         large = {"weight": TensorInfo(INT8 if layer.quantized.data.dtype == INT8 else FP8, (n, k))}
     infos = {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in small.items()} | large
     stored = StoredLinear(layer.replaced[0], format, infos, biased=False)
+    stored.training = layer.training
     for name in infos:
         stored._buffers[name] = small.get(name, torch.empty(0, dtype=torch.int8))
     return EncodedLinear(stored, layer.quantized, layer.start)

@@ -26,7 +26,7 @@ from hf_rocm.weights.kinds import import_all
 from hf_rocm.weights.preshuffle import unshuffle
 from hf_rocm.weights.quantize_plan import Group, plan
 from hf_rocm.weights.quantized import REPORT as REPORT
-from hf_rocm.weights.quantized import QuantizedLinear, group_layers, replace, replacements
+from hf_rocm.weights.quantized import QuantizedLinear, Replacement, group_layers, put_back, replace, replacements
 from hf_rocm.weights.quantized import layers as layers
 from hf_rocm.weights.stored_linear import EncodedLinear, StoredLayer
 
@@ -119,7 +119,7 @@ def dequantize(model: ModelT) -> ModelT:
     for module in list(model.modules()):
         for name, child in list(module._modules.items()):
             if isinstance(child, StoredLayer):
-                module._modules[name] = child.ordinary()
+                put_back(module, name, child.ordinary())
     if stored:
         _forget_format(model)
     return model
@@ -128,7 +128,7 @@ def dequantize(model: ModelT) -> ModelT:
 def summary(model: nn.Module) -> str | None:
     """Describe the quantised layers, and their error after `quantize`, in a sentence; None if there are none."""
     report = model.__dict__.get(REPORT)
-    if report is None:
+    if report is None or not any(isinstance(module, (Replacement, StoredLayer)) for module in model.modules()):
         return None
     before, after = (size / 2**20 for size in report["bytes"])
     error = report["error"]

@@ -28,6 +28,9 @@ from hf_rocm.weights.fuse import fuse
 
 # The key of the report in the model's __dict__. The report consists of plain builtins, and `explain` reads it.
 REPORT = "_hf_rocm_quantization"
+# The attributes of a module with the hooks of its forward, and with their options.
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_HOOKS += ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 
 _log = logging.getLogger("hf_rocm")
 
@@ -150,7 +153,8 @@ class QuantizedLinear(PackedLinear, Replacement):
         weight = self.replaced[0].weight.detach() if self.kept else self.weight.cpu()
         destination[prefix + "weight"] = weight.to(self.dtype)
         if self.bias is not None:
-            destination[prefix + "bias"] = self.bias.cpu()
+            # Without a clone, it would be a view of the bias of all layers of the group.
+            destination[prefix + "bias"] = self.bias.cpu().clone()
 
     def _load_from_state_dict(
         self,
@@ -172,6 +176,8 @@ class QuantizedLinear(PackedLinear, Replacement):
                 error_msgs.append(
                     f"size mismatch for {prefix}{name}: {list(value.shape)} given, {list(shape)} expected"
                 )
+            elif value.dtype != (dtype := self._dtype(name) or value.dtype):
+                error_msgs.append(f"dtype mismatch for {prefix}{name}: {value.dtype} given, {dtype} expected")
             else:
                 values[name] = value
         self._take(values)
@@ -189,11 +195,18 @@ class QuantizedLinear(PackedLinear, Replacement):
         shapes: dict[str, tuple[int, ...]] = {"weight": (self.out_features, self.in_features)}
         return shapes if self.bias is None else {**shapes, "bias": (self.out_features,)}
 
+    def _dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor in a state dict, or None if the tensor is cast."""
+        return None
+
     @torch.no_grad()
     def _take(self, values: Mapping[str, Tensor]) -> None:
         """Load these tensors of a state dict."""
         if "weight" in values:
-            self.quantized.write(self.start, values["weight"])
+            weight = self.weight
+            # Rounding rounded weights to 4 bits again would change them.
+            if not torch.equal(values["weight"].to(weight), weight):
+                self.quantized.write(self.start, values["weight"])
             if self.kept:
                 self.replaced[0].weight.data.copy_(values["weight"])
         if "bias" in values and self.bias is not None:
@@ -223,7 +236,7 @@ class Quantized(WeightGroup):
         for name in names_in(module):
             child = module._modules.get(name)
             if isinstance(child, QuantizedLinear):
-                module._modules[name] = child.original()
+                put_back(module, name, child.original())
         module.__dict__.pop(SLOT, None)
 
     @classmethod
@@ -240,9 +253,12 @@ class Quantized(WeightGroup):
         replace(model, lambda module: module.original())
 
     def shared_weight(self, module: nn.Module) -> QuantizedWeight | None:
-        """Return the weight that the layers share, or None if a layer was replaced or has a hook or its own forward."""
+        """Return the weight that the layers share, or None if it can't be used for all of them at once.
+
+        It can't if a layer was replaced, is not in its place, or has a hook or its own forward.
+        """
         children = module.__dict__["_modules"]
-        shared = None
+        shared, start = None, 0
         for name in self.names:
             child = children.get(name)
             if not isinstance(child, QuantizedLinear):
@@ -251,9 +267,10 @@ class Quantized(WeightGroup):
             if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"] or "forward" in attributes:
                 return None
             weight: QuantizedWeight = attributes["_modules"]["quantized"]
-            if shared is not None and weight is not shared:
+            if attributes["start"] != start or (shared is not None and weight is not shared):
                 return None
             shared = weight
+            start += attributes["out_features"]
         return shared
 
     def multiply(self, module: nn.Module, x: Tensor, norm: ops.Norm | None, activation: str | None) -> Tensor | None:
@@ -300,20 +317,36 @@ def group_layers(module: nn.Module, names: tuple[str, ...]) -> None:
 
 def replace(model: nn.Module, replacement: Callable[[Replacement], nn.Module]) -> None:
     """Replace the quantised modules, fuse the resulting groups, and unfreeze the parameters that were frozen."""
-    report = model.__dict__.pop(REPORT, None) or {}
     for module in model.modules():
         for name, child in list(module._modules.items()):
             if isinstance(child, Replacement):
-                module._modules[name] = replacement(child)
+                put_back(module, name, replacement(child))
         if isinstance(module.__dict__.get(SLOT), Quantized):
             names = names_in(module)
             del module.__dict__[SLOT]
             if bind.mode_of(module) != bind.OFF:
                 fuse(module, names)
-    parameters = dict(model.named_parameters())
-    for name in report.get("froze", ()):
-        if name in parameters:
-            parameters[name].requires_grad_()
+    # Parts of the model may have been quantised in calls of their own.
+    for module in model.modules():
+        report = module.__dict__.pop(REPORT, None) or {}
+        parameters = dict(module.named_parameters())
+        for name in report.get("froze", ()):
+            if name in parameters:
+                with torch.inference_mode(parameters[name].is_inference()):
+                    parameters[name].requires_grad_()
+
+
+def put_back(parent: nn.Module, name: str, module: nn.Module) -> None:
+    """Replace a child by the module that it replaced, or by an ordinary one, with the child's mode and hooks."""
+    child: Any = parent._modules[name]
+    module.train(child.training)
+    for hooks in _HOOKS:
+        # These are the same dicts, so that the handles remain valid.
+        if child.__dict__.get(hooks):
+            module.__dict__[hooks] = child.__dict__[hooks]
+    if "forward" in child.__dict__:
+        _log.warning("the forward that was set on %s is gone, because the layer is no longer quantised", name)
+    parent._modules[name] = module
 
 
 def replacements(model: nn.Module) -> list[tuple[str, Replacement]]:

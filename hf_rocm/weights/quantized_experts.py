@@ -157,7 +157,7 @@ class QuantizedExperts(Mxfp4Experts, Replacement):
                 parameter.data = parameter.data.to(device, self.dtype) if self.kept else self.read(name)
             experts._parameters[f"{name}_bias"] = self._parameters[f"{name}_bias"]
         module: nn.Module = experts
-        return module.train(self.training)
+        return module
 
     def extra_repr(self) -> str:
         experts, hidden, blocks = self.packed(DOWN)[0].shape[:3]

@@ -70,7 +70,7 @@ class StoredExperts(Mxfp4Experts, StoredLayer):
                 matrix.copy_(dequantize(blocks[expert], scales[expert], self.dtype).t())
             experts.register_parameter(name, nn.Parameter(weight, requires_grad=False))
             experts.register_parameter(f"{name}_bias", nn.Parameter(bias.detach().clone(), requires_grad=False))
-        return experts.train(self.training)
+        return experts
 
     def extra_repr(self) -> str:
         experts, hidden, inputs = self.tensors()[f"{DOWN}_blocks"].shape[:3]

@@ -16,7 +16,7 @@ from torch.nn.modules.linear import Linear
 
 from hf_rocm.weights.encoding import QuantizedWeight
 from hf_rocm.weights.quantized import QuantizedLinear
-from hf_rocm.weights.stored import LinearFormat, StoredFormat, TensorInfo
+from hf_rocm.weights.stored import SCALES, LinearFormat, StoredFormat, TensorInfo
 
 
 class StoredLayer(nn.Module):
@@ -123,7 +123,7 @@ class StoredLinear(StoredLayer):
             return self.format.read(self.tensors(), self.out_features, self.in_features, dtype)
 
     def ordinary(self) -> Linear:
-        return as_linear(self.dequantized(self.dtype), self.bias).train(self.training)
+        return as_linear(self.dequantized(self.dtype), self.bias)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, {self.format.described()}"
@@ -175,7 +175,7 @@ class EncodedLinear(QuantizedLinear):
         return stored
 
     def ordinary(self) -> nn.Module:
-        return as_linear(self.weight, self.bias).train(self.training)
+        return as_linear(self.weight, self.bias)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         stored = self.stored
@@ -183,11 +183,15 @@ class EncodedLinear(QuantizedLinear):
             value = self._recreated(name) if name in stored.format.bulk else tensor.detach()
             destination[prefix + name] = value.cpu()
         if self.bias is not None:
-            destination[prefix + "bias"] = self.bias.cpu()
+            destination[prefix + "bias"] = self.bias.cpu().clone()
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: info.shape for name, info in self.stored.infos.items()}
         return shapes if self.bias is None else {**shapes, "bias": (self.out_features,)}
+
+    def _dtype(self, name: str) -> torch.dtype | None:
+        dtype = self.stored.infos[name].dtype if name in self.stored.format.bulk else None
+        return None if dtype in SCALES else dtype
 
     @torch.no_grad()
     def _take(self, values: Mapping[str, Tensor]) -> None:

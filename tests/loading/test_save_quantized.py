@@ -173,6 +173,13 @@ def test_a_quantised_head_is_saved(tmp_path):
     assert torch.equal(logits(loaded), logits(model))
 
 
+def test_saving_in_training_mode_changes_nothing(tmp_path):
+    model = quantized("int8").train()
+    before = state_of(model)
+    hf_rocm.save_quantized(model, tmp_path)
+    unchanged(model, before)
+
+
 def test_a_failed_save_leaves_the_model_as_it_was(tmp_path, monkeypatch):
     model = quantized("int8")
     before = state_of(model)
@@ -189,6 +196,13 @@ def test_models_that_cannot_be_saved_are_refused(tmp_path):
         hf_rocm.save_quantized(quantized("int8"), None)
     with pytest.raises(OptionError, match="is not quantised"):
         hf_rocm.save_quantized(models.build(), tmp_path)
+    with pytest.raises(OptionError, match="takes no state_dict"):
+        hf_rocm.save_quantized(quantized("int8"), tmp_path, state_dict={})
+    mixed = quantized("int4-g32")
+    mixed.model.layers[1] = quantized("int4-g64").model.layers[1]
+    with pytest.raises(OptionError, match="different kinds of weights"):
+        hf_rocm.save_quantized(mixed, tmp_path)
+    assert not list(tmp_path.iterdir())
     with pytest.raises(OptionError, match="has no save_pretrained"):
         hf_rocm.save_quantized(nn.ModuleList([quantized("int8")]), tmp_path)
     hf_rocm.save_quantized(quantized("int8"), tmp_path)

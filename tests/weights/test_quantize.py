@@ -40,11 +40,11 @@ def checked():
     eight_bit.check_all()
 
 
-def quantized(kind="int8", *, prepare=True, **arguments):
-    model = models.build()
+def quantized(kind="int8", *, prepare=True, keep=None, exclude=(), **sizes):
+    model = models.build(**sizes)
     if prepare:
         hf_rocm.prepare(model, force=True)
-    return hf_rocm.quantize(model, kind, force=True, **arguments)
+    return hf_rocm.quantize(model, kind, force=True, keep=keep, exclude=exclude)
 
 
 def logits_and_gemms(model, ids=IDS):

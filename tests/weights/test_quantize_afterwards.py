@@ -28,6 +28,10 @@ def checked():
     eight_bit.check_all()
 
 
+# Sizes that are multiples of all group sizes.
+WIDE = {"hidden_size": 128, "intermediate_size": 256}
+
+
 class TestAfterwards:
     """Changes to a quantised model, and its use."""
 
@@ -164,3 +168,104 @@ class TestAfterwards:
         expected = logits(model)
         hf_rocm.prepare(model, force=True)
         self.assert_same_gemms(model, expected)
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda layer: _exchange(layer.self_attn, "k_proj", "v_proj"),
+            lambda layer: setattr(layer.self_attn, "v_proj", layer.self_attn.k_proj),
+            lambda layer: _exchange(layer.mlp, "gate_proj", "up_proj"),
+        ],
+        ids=["k and v exchanged", "k as v", "gate and up exchanged"],
+    )
+    def test_layers_of_a_group_that_change_places_are_followed(self, change):
+        model = quantized("int4", **WIDE)
+        expected = with_dequantised_weights(model)
+        before = logits(model)
+        for each in (model, expected):
+            change(each.model.layers[0])
+        torch.testing.assert_close(logits(model), logits(expected))
+        assert not torch.allclose(logits(model), before, atol=1e-2)
+
+    @pytest.mark.parametrize("kind", ["int4", "int4-g32", "int8", "fp8", "mxfp4"])
+    def test_loading_its_own_weights_changes_nothing(self, kind):
+        model = quantized(kind, **WIDE)
+        before = {name: tensor.clone() for name, tensor in model.named_buffers()}
+        assert model.load_state_dict(model.state_dict()) == ([], [])
+        for name, tensor in model.named_buffers():
+            assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
+
+    def test_no_tensor_of_a_state_dict_is_a_view_of_another(self):
+        state = quantized("int8", attention_bias=True).state_dict()
+        bias = state["model.layers.0.self_attn.k_proj.bias"]
+        assert bias.untyped_storage().nbytes() == bias.nbytes
+
+
+class TestUndone:
+    """What `restore` and `dequantize` keep of the changes to a quantised model."""
+
+    UNDO = pytest.mark.parametrize("undo", [hf_rocm.restore, hf_rocm.dequantize], ids=["restore", "dequantize"])
+
+    @UNDO
+    @pytest.mark.parametrize("training", [True, False])
+    def test_layers_have_the_models_mode(self, undo, training):
+        model = undo(quantized(keep="cpu").train(training))
+        assert all(module.training is training for module in model.modules())
+
+    @UNDO
+    def test_hooks_stay_and_can_be_removed(self, undo):
+        model = quantized(keep="cpu")
+        layer, calls = model.model.layers[0].mlp.down_proj, []
+        after = layer.register_forward_hook(lambda *_: calls.append("after"))
+        ahead = layer.register_forward_pre_hook(lambda *_, **__: calls.append("ahead"), with_kwargs=True)
+        undo(model)
+        logits(model)
+        assert calls == ["ahead", "after"]
+        after.remove()
+        ahead.remove()
+        logits(model)
+        assert calls == ["ahead", "after"]
+        layer = model.model.layers[0].mlp.down_proj
+        assert not layer._forward_hooks and not layer._forward_pre_hooks and not layer._forward_pre_hooks_with_kwargs
+
+    @UNDO
+    def test_a_forward_that_was_set_is_reported(self, undo, caplog):
+        model = quantized(keep="cpu")
+        layer = model.model.layers[0].mlp.down_proj
+        layer.forward = lambda x: x
+        undo(model)
+        assert "the forward that was set on down_proj is gone" in caplog.text
+
+    @UNDO
+    def test_parts_that_were_quantised_alone_are_unfrozen(self, undo):
+        model = models.build()
+        hf_rocm.quantize(hf_rocm.prepare(model, force=True).model, "int8", keep="cpu", force=True)
+        undo(model)
+        assert all(parameter.requires_grad for parameter in model.parameters())
+        assert not any(quantizing.REPORT in module.__dict__ for module in model.modules())
+
+    def test_a_part_that_was_dequantised_alone_is_no_longer_described(self):
+        model = quantized()
+        hf_rocm.dequantize(model.model)
+        assert quantizing.summary(model) is None
+
+    @UNDO
+    def test_parameters_created_in_inference_mode_are_unfrozen(self, undo):
+        with torch.inference_mode():
+            model = models.build()
+        hf_rocm.quantize(hf_rocm.prepare(model, force=True), "int8", keep="cpu", force=True)
+        undo(model)
+        assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def _exchange(module, first, second):
+    one, other = getattr(module, first), getattr(module, second)
+    setattr(module, first, other)
+    setattr(module, second, one)
+
+
+def with_dequantised_weights(model):
+    """A stock model with the same weights."""
+    stock = LlamaForCausalLM(model.config).eval()
+    stock.load_state_dict(model.state_dict())
+    return stock

@@ -223,6 +223,19 @@ def test_layers_of_unsupported_sizes_use_dequantised_weights(tmp_path):
     assert "as in the checkpoint" in str(hf_rocm.explain(model))
 
 
+@pytest.mark.parametrize("case", [*checkpoints.EIGHT_BITS[:4], checkpoints.FINEGRAINED[0]], ids=str)
+def test_weights_of_another_dtype_are_not_loaded(tmp_path, case):
+    """They would be cast to 8 bits without a scale."""
+    reference = checkpoints.write(tmp_path, case)
+    model = hf_rocm.from_pretrained(tmp_path, force=True)
+    before = state_bytes(model)
+    with pytest.raises(
+        RuntimeError, match=r"dtype mismatch for model\.layers\.0\.self_attn\.q_proj\.weight: torch\.float32"
+    ):
+        model.load_state_dict(reference.state_dict(), strict=False)
+    assert state_bytes(model) == before
+
+
 @pytest.mark.parametrize(
     "case", [checkpoints.COMPRESSED[5], checkpoints.AWQ[2], checkpoints.GPTQ[2], checkpoints.GPTQ[6]], ids=str
 )

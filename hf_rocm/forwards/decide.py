@@ -8,15 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C import _get_tracing_state
-from torch.nn.modules import module as torch_module
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
-from hf_rocm import options
 from hf_rocm.forwards.snapshot import refuses_weights
 from hf_rocm.generation import suspects
-from hf_rocm.generation.decide import refuses_device, refuses_modules
+from hf_rocm.generation.decide import refuses_device, refuses_modules, refuses_tools
 from hf_rocm.generation.watch import watches_of
 from hf_rocm.ops.captured import in_captured_block
 from hf_rocm.options import Switch
@@ -97,19 +92,11 @@ def refuses_call(model: Any, device: torch.device) -> str | None:
         return "the model is in training mode"
     if torch.is_grad_enabled():
         return "gradients are enabled (torch.no_grad() and torch.inference_mode() disable them)"
-    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
-        return "a hook is registered for all modules"
     if torch.is_autocast_enabled(device.type):
         return "autocast caches copies of the weights and frees them when it ends"
     if in_captured_block() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
         return "the call is part of another recording"
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None:
-        return "another tool observes or transforms the call"
-    if torch._C._len_torch_function_stack() and not all(
-        isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
-    ):
-        return "another tool observes or transforms the call"
-    return None if _get_tracing_state() is None else "the call is traced"
+    return refuses_tools()
 
 
 def refuses_tensor(tensor: Tensor, device: torch.device) -> str | None:
@@ -120,21 +107,3 @@ def refuses_tensor(tensor: Tensor, device: torch.device) -> str | None:
     if tensor.device != device:
         return "an input is on a different device from the model"
     return None
-
-
-def surroundings() -> tuple[Any, ...]:
-    """Return the state of PyTorch and the options on which the kernels of a forward depend."""
-    cuda = torch.backends.cuda
-    return (
-        id(options.current()),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.cudnn.enabled,
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
-        torch.get_default_device() if torch._C._len_torch_function_stack() else None,
-    )

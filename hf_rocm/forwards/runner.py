@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_rocm import options
 from hf_rocm.forwards import decide
 from hf_rocm.forwards.ahead import NOTHING_LATER, before_replay
 from hf_rocm.forwards.outputs import Outputs
@@ -26,6 +27,7 @@ from hf_rocm.forwards.recorded import RecordedForward, observe
 from hf_rocm.forwards.snapshot import Snapshot
 from hf_rocm.forwards.state import Path, State
 from hf_rocm.generation import incident
+from hf_rocm.generation.fingerprint import surroundings
 from hf_rocm.generation.step import Inputs, Unrecordable, first_line, put_together, take_apart
 
 _log = logging.getLogger("hf_rocm")
@@ -172,7 +174,7 @@ def _find(state: State, snapshot: Snapshot, call: _Call) -> _Lookup:
     """
     reason = state.refused.get(snapshot.number, call.reason)
     form: Hashable = call.inputs.key if call.padded is None else ("padded", call.inputs.key)
-    key = (snapshot.number, decide.surroundings(), call.user_call.kind.key, form)
+    key = (snapshot.number, id(options.current()), surroundings(), call.user_call.kind.key, form)
     if reason is not None:
         return _Lookup(call, key, (), None, reason)
     likely = state.likely(key)

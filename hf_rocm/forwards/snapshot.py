@@ -28,8 +28,9 @@ _OWN = frozenset(nn.Module().__dict__) - set(_READ)
 # attributes of `nn.Module` itself.
 _NOTES = NOTES | _OWN
 
-# The comparisons of plain values, containers (whose contents are compared separately), methods, and by identity.
-_COMPARISONS: frozenset[Any] = frozenset(
+# The comparisons of plain values, containers (whose contents are compared separately), methods, and by identity. They
+# are in a tuple, because the `__eq__` of some classes in C++ is not hashable.
+_COMPARISONS: tuple[Any, ...] = tuple(
     kind.__eq__
     for kind in (object, int, float, str, torch.dtype, torch.device, dict, OrderedDict, list, tuple, set, MethodType)
 )
@@ -168,7 +169,8 @@ class Snapshot:
 
     def _current_forwards(self) -> list[Any]:
         """Return the forwards of the classes, including hf_rocm's changes, which `Watch` ignores."""
-        return [cls.forward for cls in self._classes]
+        # The class of a scripted module has none.
+        return [getattr(cls, "forward", None) for cls in self._classes]
 
     def _pointers(self) -> list[int]:
         return [*map(Tensor.data_ptr, self.tensors)]

@@ -14,11 +14,15 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch._C import _get_tracing_state
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from hf_rocm import features
 from hf_rocm.generation import beams, encoder_decoder, hybrid, recorder, speculation, user_cache
 from hf_rocm.generation.methods import own
 from hf_rocm.generation.watch import KNOWN, attributes_of, modules_of, watches_of
+from hf_rocm.layers.grouped_linear import hooks_on_all
 from hf_rocm.weights.tensor_parallel import mesh_of
 
 # Some of the methods that hooks.py replaces. A class that overrides one of these is refused.
@@ -137,15 +141,20 @@ def refuses_call(
 
     generation_config: the call's own copy. mode: transformers' `GenerationMode`. assistant: the call's assistant model.
     """
-    reason = refuses_modules(model) or _refuses_preparation(model) or features.refuses("graph_decode")
+    reason = refuses_modules(model) or refuses_tools() or _refuses_preparation(model)
+    reason = reason or features.refuses("graph_decode")
     if reason is not None:
         return reason
     foreign = watches_of(model).foreign
     if foreign is not None:
         return f"a replay would not run replaced code: {foreign}"
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    config = model.config.get_text_config(decoder=True)
+    attention = config._attn_implementation
     if attention not in ("sdpa", "eager"):
         return f"the attention implementation {attention!r} does not accept sequence lengths"
+    other = _other_attention(model, config)
+    if other is not None:
+        return f"some layers have their own config, with the attention implementation {other!r}"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast caches copies of the weights and frees them when it ends"
     name = str(getattr(mode, "value", mode))
@@ -185,6 +194,13 @@ def refuses_call(
     return None
 
 
+def _other_attention(model: nn.Module, config: Any) -> str | None:
+    """The attention implementation in a part's own config of the same class, if it differs from this config's."""
+    configs = {id(own): own for module in modules_of(model) if (own := module.__dict__.get("config")) is not None}
+    names = (own._attn_implementation for own in configs.values() if type(own) is type(config))
+    return next((str(name) for name in names if name != config._attn_implementation), None)
+
+
 _RETURNED = ("output_hidden_states", "output_attentions")
 
 
@@ -206,8 +222,28 @@ def refuses_modules(model: nn.Module) -> str | None:
         if kind not in seen:
             if kind.__module__.split(".")[0] not in KNOWN:
                 return f"{_name(module, model)} is of type {kind.__name__}, whose code a replay would not run"
+            if issubclass(kind, torch.jit.ScriptModule):
+                return f"{_name(module, model)} is a TorchScript module, whose state can't be compared"
             seen.add(kind)
     return None
+
+
+def refuses_hooks(model: nn.Module) -> str | None:
+    """Like `refuses_modules`, with the hooks for all modules."""
+    return "a replay would not run the hook for all modules" if hooks_on_all() else refuses_modules(model)
+
+
+def refuses_tools() -> str | None:
+    """Return a sentence about a tool that observes or transforms all calls, which a replay would skip, or None."""
+    if hooks_on_all():
+        return "a hook is registered for all modules"
+    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.maybe_current_level() is not None:
+        return "another tool observes or transforms the call"
+    if torch._C._len_torch_function_stack() and not all(
+        isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack()
+    ):
+        return "another tool observes or transforms the call"
+    return None if _get_tracing_state() is None else "the call is traced"
 
 
 def _name(module: nn.Module, model: nn.Module) -> str:

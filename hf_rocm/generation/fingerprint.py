@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
 
 from hf_rocm.generation.states import NOTES
 from hf_rocm.generation.watch import Watches, attributes_of, modules_of
@@ -43,14 +42,32 @@ def fingerprint(model: nn.Module, watches: Watches) -> Fingerprint:
 
     options.refresh()
     kept: list[object] = [options.current(), watches.call]
-    facts: list[Hashable] = [id(kept[0]), *map(id, watches.call.expected), *_global_state()]
-    if getattr(model, "config", None) is not None:
-        facts.append(_settings(model.config))
+    facts: list[Hashable] = [id(kept[0]), *map(id, watches.call.expected), torch.is_autocast_enabled()]
+    facts += [torch.is_grad_enabled(), *surroundings()]
+    configs = _Configs(facts, kept)
     for module in modules_of(model):
+        if "config" in module.__dict__:
+            configs.add(module.__dict__["config"])
         kept.append(type(module))
         facts += (_identity(module), id(type(module)))
         _add_attributes(module, facts, kept)
     return Fingerprint(tuple(facts), tuple(kept))
+
+
+class _Configs:
+    """Adds the configs of modules to the facts: the identity of each, and the settings of each one once."""
+
+    def __init__(self, facts: list[Hashable], kept: list[object]) -> None:
+        self._facts, self._kept = facts, kept
+        self._seen: set[int] = set()
+
+    def add(self, config: Any) -> None:
+        self._facts.append(id(config))
+        if id(config) not in self._seen:
+            self._kept.append(config)
+            self._facts.append(_settings(config))
+            # The settings of a config contain those of the configs in it.
+            self._seen |= {id(config), *map(id, getattr(config, "__dict__", {}).values())}
 
 
 # Attributes that are handled separately, and attributes that don't affect a step.
@@ -104,15 +121,19 @@ def _shuffled(module: nn.Module, kept: list[object]) -> list[Hashable]:
     return [None if data is None else data.data_ptr()]
 
 
-def _fact(value: Any, kept: list[object]) -> Hashable:
+def _fact(value: Any, kept: list[object], containers: tuple[int, ...] = ()) -> Hashable:
+    """What is compared of a value. containers: the ids of the lists and dicts that it is in."""
     if isinstance(value, _PLAIN):
         return value
     if isinstance(value, Tensor):
         return _place(value)
-    if type(value) in (list, tuple):
-        return tuple(_fact(item, kept) for item in value)
-    if type(value) is dict:
-        return tuple((str(key), _fact(item, kept)) for key, item in value.items())
+    if type(value) in (list, tuple, dict):
+        if id(value) in containers:
+            return "contains itself", containers.index(id(value))
+        containers = (*containers, id(value))
+        if type(value) is dict:
+            return tuple((str(key), _fact(item, kept, containers)) for key, item in value.items())
+        return tuple(_fact(item, kept, containers) for item in value)
     try:
         return _identity(value)
     except TypeError:
@@ -152,7 +173,7 @@ class _Identity:
 
 
 def _place(tensor: Tensor) -> Hashable:
-    if tensor.__class__ in (nn.Parameter, Tensor):
+    if tensor.__class__ in (nn.Parameter, Tensor) and tensor.layout is torch.strided and not tensor.is_nested:
         return tensor.data_ptr(), tensor.shape, tensor.dtype
     # The local part of a DTensor.
     shard = getattr(tensor, "_local_tensor", None)
@@ -178,13 +199,30 @@ def _settings(config: Any) -> Hashable:
     return tuple((str(name), _settings(value)) for name, value in inner.items())
 
 
-def _global_state() -> list[Hashable]:
-    """The state of PyTorch that a recording depends on."""
-    hooks = (torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks)
-    return [
-        torch.is_autocast_enabled(),
-        torch.is_grad_enabled(),
+def surroundings() -> tuple[Hashable, ...]:
+    """The state of PyTorch on which the kernels of a step or forward depend, without autocast and gradients."""
+    cuda = torch.backends.cuda
+    return (
         torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
         torch.get_float32_matmul_precision(),
-        tuple(id(hook) for registered in hooks for hook in registered.values()),
-    ]
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cudnn.enabled,
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+        torch.get_default_device() if torch._C._len_torch_function_stack() else None,
+    )
+
+
+def writes_to(model: nn.Module) -> int:
+    """How often the model's weights and buffers have been written in place, in all. Inference tensors don't count."""
+    tensors = (
+        tensor
+        for module in modules_of(model)
+        for held in (module._parameters, module._buffers)
+        for tensor in held.values()
+        if tensor is not None and not tensor.is_inference()
+    )
+    return sum(tensor._version for tensor in tensors)

@@ -51,6 +51,8 @@ def examine(model: Any, state: State) -> ModelState:
     """Fingerprint a model. This takes a few microseconds per module."""
     watches = last_watches_of(model)
     forward = model.__dict__.get("forward")
+    # Later writes are counted from here on.
+    state.unwritten(model)
     found = fingerprint(model, watches)
     return ModelState(found, model, watches.step, forward, RemovableHandle.next_id, state.switches)
 

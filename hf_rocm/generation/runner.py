@@ -22,7 +22,7 @@ from hf_rocm.generation import comparison, decode_experts, incident, reordering
 from hf_rocm.generation import recorder as recorders
 from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.cache_layer import reorder
-from hf_rocm.generation.decide import refuses_modules
+from hf_rocm.generation.decide import refuses_hooks
 from hf_rocm.generation.inputs import begin
 from hf_rocm.generation.model_state import ModelState, examine
 from hf_rocm.generation.rank_consensus import Agreement
@@ -271,7 +271,7 @@ class Runner:
         Does nothing with several ranks: if only one rank registered a hook, the others would wait for it forever.
         """
         self._hooks = RemovableHandle.next_id
-        reason = None if self._ranks.group is not None else refuses_modules(model)
+        reason = None if self._ranks.group is not None else refuses_hooks(model)
         if reason is not None:
             self._state.turn_away(f"{reason}, registered during a call")
             self._uncaptured = True
@@ -350,7 +350,8 @@ class Runner:
     def _compare(self, step: RecordedStep, model: Any, arguments: Mapping[str, Any], inputs: Inputs) -> Any:
         """Replay the step and run it uncaptured. Returns the uncaptured result; the cache has its keys and values."""
         alarm = step.schedule.proven and not self._ranks.all(not step.alarm.triggered())
-        reachable = min(self._in_a_row, comparison.reach(self.cache, arguments))
+        unwritten = self._ranks.all(self._state.unwritten(model))
+        reachable = min(self._in_a_row, comparison.reach(self.cache, arguments)) if unwritten else 0
         back = reachable if alarm else min(reachable, BACK)
         switches = self._state.switches
         result = comparison.compare(
@@ -384,9 +385,8 @@ class Runner:
         self._switch_off(step, reason, model, result.operators)
 
     def _take_back(self, step: Recorded, reason: str, model: Any, operators: int) -> None:
-        unproven = self._unproven
         self._switch_off(step, reason, model, operators)
-        raise Rewind(reason, unproven, self._ranks)
+        raise Rewind(reason, self._unproven, self._ranks)
 
     def _switch_off(self, step: Recorded, reason: str, model: Any, operators: int) -> None:
         schedule = step.schedule

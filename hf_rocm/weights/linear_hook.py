@@ -29,6 +29,9 @@ def forward(self: Any, input: Tensor) -> Tensor:
     """nn.Linear's forward through the layer's shuffled weight or backend, if it has one."""
     own = self.__dict__
     group, backend = own.get(SLOT), own.get(BACKEND)
+    if self.__class__ is not Linear and type(self).forward is not Linear.forward:
+        output: Tensor = type(self).forward(self, input)
+        return output
     if not linears_are_pytorchs():
         return Linear.forward(self, input)
     if is_compiling():
@@ -37,9 +40,9 @@ def forward(self: Any, input: Tensor) -> Tensor:
     if weight is None or left_to_pytorch(input):
         return F.linear(input, self.weight, self.bias)
     if group:
-        output: Tensor | None = group.linear(self, input)
-        if output is not None:
-            return output
+        joined: Tensor | None = group.linear(self, input)
+        if joined is not None:
+            return joined
     if backend is None or weight.__class__ is not nn.Parameter:
         return F.linear(input, weight, bias)
     return multiply(input, weight, bias, backend)

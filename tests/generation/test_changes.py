@@ -8,11 +8,12 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import hf_rocm
 from hf_rocm.generation import decide
 from hf_rocm.generation.state import known
-from tests.generation.conftest import counted, generate, make
+from tests.generation.conftest import counted, generate, make, prompt
 
 
 class Adapter(nn.Module):
@@ -159,3 +160,47 @@ def test_the_windows_follow_the_config():
     assert decide.windows(model) == [None, 12]
     model.config.layer_types[1] = "full_attention"
     assert decide.windows(model) == [None, None]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("token", range(3, 12))
+def test_weights_written_in_place_during_a_call_take_effect_in_the_next_step(token, streamed, pair):
+    """Comparisons recompute earlier steps only if they ran with the same weights."""
+    prepared, stock = pair(graphs=None)
+    results = []
+
+    class Writer:
+        """A streamer, or a stopping criterion, that writes weights after some tokens."""
+
+        def __init__(self, model):
+            self.model, self.seen = model, 0
+
+        def put(self, _):
+            self.seen += 1
+            if self.seen == token:
+                written(self.model)
+
+        def end(self):
+            pass
+
+        def __call__(self, ids, scores, **_):
+            self.put(ids)
+            return torch.zeros(len(ids), dtype=torch.bool)
+
+    for model in (prepared, stock):
+        writer = Writer(model)
+        user = {"streamer": writer} if streamed else {"stopping_criteria": [writer]}
+        results.append(generate(model, prompt(rows=1), new=16, **user))
+    assert torch.equal(*results) and known(prepared).disabled is None
+    assert torch.equal(generate(prepared), generate(stock)) and counted(prepared)[1]
+
+
+def test_another_attention_kernel_is_recorded_anew(pair):
+    prepared, stock = pair()
+    for _ in range(4):
+        assert torch.equal(generate(prepared), generate(stock))
+    recorded = counted(prepared)[0]
+    for _ in range(3):
+        with sdpa_kernel(SDPBackend.MATH):
+            assert torch.equal(generate(prepared), generate(stock))
+    assert counted(prepared)[0] == recorded + 1 and known(prepared).disabled is None

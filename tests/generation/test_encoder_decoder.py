@@ -178,3 +178,21 @@ def test_passed_caches_run_as_in_stock(couple):
     ]
     assert torch.equal(*tokens)
     assert counted(prepared) == (0, 0)
+
+
+def test_a_decoder_with_another_attention_implementation_runs_uncaptured(couple):
+    prepared, stock = couple("t5", graphs=None)
+    if stock.config._attn_implementation == "eager":
+        pytest.skip("in this release, T5 has no other implementation")
+    inputs = make_inputs("t5")
+    for _ in range(3):
+        assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
+    replayed = counted(prepared)[1]
+    for model in (prepared, stock):
+        if model.decoder.config is model.config:
+            model.decoder.config = copy.deepcopy(model.config)
+        model.decoder.config._attn_implementation = "eager"
+    for _ in range(3):
+        assert torch.equal(generate(prepared, inputs), generate(stock, inputs))
+    assert counted(prepared)[1] == replayed and known(prepared).disabled is None
+    assert any("implementation 'eager'" in reason for reason in known(prepared).turned_away)

@@ -115,6 +115,7 @@ CHANGES = {
     "the mode": lambda model: layer(model).mlp.train(),
     "an attribute": lambda model: setattr(layer(model).mlp, "extra", 1),
     "a setting": lambda model: setattr(model.config, "extra", 1),
+    "a layer's config": lambda model: setattr(layer(model).self_attn, "config", copy.deepcopy(model.config)),
 }
 
 
@@ -122,6 +123,13 @@ CHANGES = {
 def test_changes_are_detected(change, model):
     before = fingerprint_of(model)
     change(model)
+    assert fingerprint_of(model) != before
+
+
+def test_a_setting_of_a_layers_own_config_is_detected(model):
+    layer(model).self_attn.config = copy.deepcopy(model.config)
+    before = fingerprint_of(model)
+    layer(model).self_attn.config.extra = 1
     assert fingerprint_of(model) != before
 
 

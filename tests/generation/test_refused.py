@@ -11,6 +11,10 @@ import pytest
 import torch
 import transformers
 from torch import nn
+from torch.nn.attention import SDPBackend
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_rocm
 from hf_rocm import ops
@@ -132,6 +136,136 @@ def test_autocast_runs_uncaptured(pair):
         generate(prepared)
     assert counted(prepared) == (0, 0)
     assert any("autocast" in reason for reason in known(prepared).turned_away)
+
+
+class FunctionCounter(TorchFunctionMode):
+    """Counts the calls of SiLU."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.calls += function is nn.functional.silu
+        return function(*args, **(kwargs or {}))
+
+
+class DispatchCounter(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.calls += function is torch.ops.aten.silu.default
+        return function(*args, **(kwargs or {}))
+
+
+class HookCounter:
+    """Counts the calls of MLPs with a hook for all modules."""
+
+    def __init__(self, register):
+        self.register, self.calls = register, 0
+
+    def __enter__(self):
+        self.handle = self.register(self.count)
+        return self
+
+    def __exit__(self, *_):
+        self.handle.remove()
+
+    def count(self, module, *_):
+        self.calls += type(module).__name__ == "LlamaMLP"
+
+
+@pytest.mark.parametrize(
+    ("tool", "reason"),
+    [
+        (lambda: HookCounter(register_module_forward_hook), "a hook is registered for all modules"),
+        (lambda: HookCounter(register_module_forward_pre_hook), "a hook is registered for all modules"),
+        (FunctionCounter, "another tool observes or transforms the call"),
+        (DispatchCounter, "another tool observes or transforms the call"),
+    ],
+    ids=["hook", "pre-hook", "functions", "operators"],
+)
+def test_tools_that_observe_all_calls_see_every_step(tool, reason, pair):
+    prepared, stock = pair(graphs=None)
+    generate(prepared)
+    replayed = counted(prepared)[1]
+    seen = []
+    for model in (prepared, stock):
+        with tool() as counter:
+            generate(model)
+        seen.append(counter.calls)
+    assert seen[0] == seen[1] > 0 and counted(prepared)[1] == replayed
+    assert known(prepared).turned_away == {reason: 1}
+    generate(prepared)
+    assert counted(prepared)[1] > replayed
+
+
+@pytest.mark.parametrize("token", [5, 8])
+def test_a_hook_for_all_modules_that_is_registered_during_a_call_runs_in_the_next_step(token, pair):
+    prepared, stock = pair(graphs=None)
+    for _ in range(3):
+        generate(prepared)
+    results = []
+    for model in (prepared, stock):
+        handles = []
+
+        def register(ids, scores, handles=handles):
+            if ids.shape[1] == prompt()["input_ids"].shape[1] + token:
+                hook = lambda module, _, output: output * 2 if type(module).__name__ == "LlamaMLP" else None  # noqa: E731
+                handles.append(register_module_forward_hook(hook))
+            return scores
+
+        results.append(generate(model, logits_processor=[register]))
+        handles[0].remove()
+    assert torch.equal(*results) and not torch.equal(results[0], generate(stock))
+    assert "a replay would not run the hook for all modules, registered during a call" in known(prepared).turned_away
+
+
+def test_a_layer_with_another_attention_implementation_runs_uncaptured(pair):
+    prepared, stock = pair(graphs=None)
+    for model in (prepared, stock):
+        model.model.layers[0].self_attn.config = copy.deepcopy(model.config)
+        model.model.layers[0].self_attn.config._attn_implementation = "eager"
+    assert torch.equal(generate(prepared), generate(stock)) and counted(prepared) == (0, 0)
+    assert any("implementation 'eager'" in reason for reason in known(prepared).turned_away)
+
+
+def test_a_scripted_module_runs_uncaptured(pair):
+    prepared, stock = pair(graphs=None)
+    for model in (prepared, stock):
+        model.model.layers[0].mlp.act_fn = torch.jit.script(nn.SiLU())
+    for _ in range(4):
+        assert torch.equal(generate(prepared), generate(stock))
+    assert any("is a TorchScript module" in reason for reason in known(prepared).turned_away)
+
+
+def _containing_itself():
+    values = [1]
+    values.append(values)
+    return values
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        SDPBackend.MATH,
+        torch.eye(3).to_sparse(),
+        _containing_itself(),
+    ],
+    ids=["a pybind11 enum", "a sparse tensor", "a list that contains itself"],
+)
+def test_any_attribute_is_compared(value, pair):
+    prepared, stock = pair(graphs=None)
+    prepared.model.layers[0].mlp.extra = value
+    for _ in range(4):
+        assert torch.equal(generate(prepared), generate(stock))
+    recorded, replayed = counted(prepared)
+    assert recorded and replayed
+    prepared.model.layers[0].mlp.extra = None
+    generate(prepared)
+    assert counted(prepared)[0] == recorded + 1
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "flex_attention", "a_hub/kernel"])

@@ -60,3 +60,16 @@ def test_a_route_of_the_output_head_takes_precedence_and_undoing_it_restores_the
     assert model.lm_head.__dict__[BACKEND] == "auto"
     routed.undo()
     assert model.lm_head.__dict__[BACKEND] == FEW_ROWS
+
+
+def test_the_forward_of_a_class_that_was_set_later_runs():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = hf_rocm.prepare(build(), force=True)
+    with torch.no_grad():
+        expected = 2 * model(IDS).logits
+        model.lm_head.__class__ = Doubled
+        assert torch.equal(model(IDS).logits, expected)
+        assert torch.equal(hf_rocm.restore(model)(IDS).logits, expected)

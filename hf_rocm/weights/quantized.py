@@ -29,7 +29,7 @@ from hf_rocm.weights.fuse import fuse
 # The key of the report in the model's __dict__. The report consists of plain builtins, and `explain` reads it.
 REPORT = "_hf_rocm_quantization"
 # The attributes of a module with the hooks of its forward, and with their options.
-_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_HOOKS: tuple[str, ...] = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _HOOKS += ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 
 _log = logging.getLogger("hf_rocm")

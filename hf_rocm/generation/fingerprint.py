@@ -216,8 +216,19 @@ def surroundings() -> tuple[Hashable, ...]:
     )
 
 
-def writes_to(model: nn.Module) -> int:
-    """How often the model's weights and buffers have been written in place, in all. Inference tensors don't count."""
+class Writes:
+    """In-place writes to a model's weights and buffers, but not those through `.data` or to inference tensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._count = _writes_to(model)
+
+    def none_since(self, model: nn.Module) -> bool:
+        """Return whether there was no write since the last call of this method, or since this object was created."""
+        before, self._count = self._count, _writes_to(model)
+        return before == self._count
+
+
+def _writes_to(model: nn.Module) -> int:
     tensors = (
         tensor
         for module in modules_of(model)

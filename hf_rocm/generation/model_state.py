@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from hf_rocm.generation.fingerprint import Fingerprint, fingerprint
+from hf_rocm.generation.fingerprint import Fingerprint, Writes, fingerprint
 from hf_rocm.generation.methods import set_by_others
 from hf_rocm.generation.state import State
 from hf_rocm.generation.user_cache import observers
@@ -28,8 +28,8 @@ class ModelState(NamedTuple):
     """A model between the prompt and the first step of a call.
 
     watch: the functions that are compared before every step. forward: the forward that is set on the model itself, or
-    None. hooks: how many hooks this process had registered. switches: `State.switches`. number: the number of the
-    fingerprint, which the first step assigns.
+    None. hooks: how many hooks this process had registered. switches: `State.switches`. writes: the writes to weights
+    since then, or since the last comparison. number: the number of the fingerprint, which the first step assigns.
     """
 
     fingerprint: Fingerprint
@@ -38,6 +38,7 @@ class ModelState(NamedTuple):
     forward: Any
     hooks: int
     switches: int
+    writes: Writes
     number: int = -1
 
     def replaced(self) -> str | None:
@@ -51,10 +52,8 @@ def examine(model: Any, state: State) -> ModelState:
     """Fingerprint a model. This takes a few microseconds per module."""
     watches = last_watches_of(model)
     forward = model.__dict__.get("forward")
-    # Later writes are counted from here on.
-    state.unwritten(model)
-    found = fingerprint(model, watches)
-    return ModelState(found, model, watches.step, forward, RemovableHandle.next_id, state.switches)
+    writes, found = Writes(model), fingerprint(model, watches)
+    return ModelState(found, model, watches.step, forward, RemovableHandle.next_id, state.switches, writes)
 
 
 def may_examine_early(model: Any, input_ids: Tensor, arguments: Mapping[str, Any]) -> bool:

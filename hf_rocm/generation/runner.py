@@ -125,7 +125,7 @@ class Runner:
             alarm = self._ranks.group is None and step.alarm.poll(step.schedule.replays)
             step.schedule.enter(self._call)
             if step.schedule.due or alarm:
-                return self._compare(step, model, arguments, inputs)
+                return self._compare(step, start, arguments, inputs)
             if launched is not step:
                 step.replay(inputs.tensors)
             if self._arguments:
@@ -347,10 +347,10 @@ class Runner:
             recorder = self.cache.recordings[_RECORDER] = recorders.factories[device.type](device)
         return recorder
 
-    def _compare(self, step: RecordedStep, model: Any, arguments: Mapping[str, Any], inputs: Inputs) -> Any:
+    def _compare(self, step: RecordedStep, start: ModelState, arguments: Mapping[str, Any], inputs: Inputs) -> Any:
         """Replay the step and run it uncaptured. Returns the uncaptured result; the cache has its keys and values."""
         alarm = step.schedule.proven and not self._ranks.all(not step.alarm.triggered())
-        unwritten = self._ranks.all(self._state.unwritten(model))
+        model, unwritten = start.model, self._ranks.all(start.writes.none_since(start.model))
         reachable = min(self._in_a_row, comparison.reach(self.cache, arguments)) if unwritten else 0
         back = reachable if alarm else min(reachable, BACK)
         switches = self._state.switches

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_rocm.errors import GraphError
 from hf_rocm.generation import graph_teardown
-from hf_rocm.generation.fingerprint import Fingerprint, writes_to
+from hf_rocm.generation.fingerprint import Fingerprint
 from hf_rocm.generation.pool import Pool
 from hf_rocm.generation.states import STEPS, States
 from hf_rocm.ops.registry import Route
@@ -54,8 +54,6 @@ class State:
         self.plain_assistants = 0
         # Reason → the number of calls or steps that ran uncaptured.
         self.turned_away: Counter[str] = Counter()
-        # The result of `writes_to` at the last comparison.
-        self._written: int | None = None
         self._fingerprints: dict[tuple[Fingerprint, bool], int] = {}
         self._numbers = count()
         # How often `start_over` was called, which is the same on every rank.
@@ -84,14 +82,6 @@ class State:
             # Caches in use still have recordings with the earlier numbers.
             self._numbers = count(self._starts << 32)
         self.pool.clear()
-
-    def unwritten(self, model: nn.Module) -> bool:
-        """Whether no weight was written in place since the last call of this method.
-
-        Writes through `.data` and to inference tensors are not noticed.
-        """
-        before, self._written = self._written, writes_to(model)
-        return before == self._written
 
     def number_of(self, fingerprint: Fingerprint, *, probable: bool = False) -> int:
         """Return the number of this fingerprint. A fingerprint that is new, or was dropped, gets a new number.

@@ -140,11 +140,18 @@ class QuantizedWeight(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedWeight:
         """`.to()` and similar methods move the encoded numbers and scales, but never change their dtypes."""
-        device = fn(self.scale.new_empty(0)).device
         for name, buffer in self._buffers.items():
             if buffer is not None:
-                self._buffers[name] = fn(buffer) if name == "bias" else buffer.to(device)
+                self._buffers[name] = fn(buffer) if name == "bias" else moved(buffer, fn)
         return self
+
+
+def moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return fn(tensor), as in `nn.Module._apply`, or only move the tensor to the same device if fn would cast it."""
+    sample = fn(torch.empty(0, dtype=tensor.dtype, device=tensor.device))
+    if tensor.is_meta:
+        return torch.empty_like(tensor, device=sample.device)
+    return fn(tensor) if sample.dtype == tensor.dtype else tensor.to(sample.device)
 
 
 _encodings: dict[str, type[QuantizedWeight]] = {}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import Linear
 
-from hf_rocm.weights.encoding import QuantizedWeight
+from hf_rocm.weights.encoding import QuantizedWeight, moved
 from hf_rocm.weights.quantized import QuantizedLinear
 from hf_rocm.weights.stored import SCALES, LinearFormat, StoredFormat, TensorInfo
 
@@ -79,7 +79,7 @@ class StoredLayer(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StoredLayer:
         """`.to()` and similar methods move the checkpoint's tensors, but never change their dtypes."""
         parameters = {id(parameter) for parameter in self._parameters.values()}
-        super()._apply(lambda tensor: fn(tensor) if id(tensor) in parameters else _moved(tensor, fn), recurse)
+        super()._apply(lambda tensor: fn(tensor) if id(tensor) in parameters else moved(tensor, fn), recurse)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         return self
 
@@ -222,8 +222,3 @@ def as_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 
 def _attribute(name: str) -> str:
     return name.replace(".", "_")
-
-
-def _moved(tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
-    device = fn(torch.empty(0, device=tensor.device)).device
-    return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)

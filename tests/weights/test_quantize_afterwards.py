@@ -195,6 +195,14 @@ class TestAfterwards:
         for name, tensor in model.named_buffers():
             assert torch.equal(tensor.view(torch.uint8), before[name].view(torch.uint8)), name
 
+    @every_kind
+    def test_shared_memory_contains_the_encoded_weights(self, kind):
+        model = quantized(kind)
+        before = logits(model)
+        model.share_memory()
+        assert all(tensor.is_shared() for tensor in (*model.parameters(), *model.buffers()))
+        assert torch.equal(logits(model), before)
+
     def test_no_tensor_of_a_state_dict_is_a_view_of_another(self):
         state = quantized("int8", attention_bias=True).state_dict()
         bias = state["model.layers.0.self_attn.k_proj.bias"]

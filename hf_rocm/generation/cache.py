@@ -56,6 +56,8 @@ class DecodeCache(LayerCache):
         # How the call chooses its tokens, and the call's `Runner`; see token_choice.py and runner.py.
         self.choice: Any = None
         self.runner: Any = None
+        # How many hooks this process had registered when the call's model was examined; see `decide.refuses_call`.
+        self.hooks = 0
         # The `UserCache` that this cache represents, or None.
         self.user: Any = None
         # Whether the prompt may be replayed; see forwards/prompts.py.

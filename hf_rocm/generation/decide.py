@@ -148,13 +148,11 @@ def refuses_call(
     foreign = watches_of(model).foreign
     if foreign is not None:
         return f"a replay would not run replaced code: {foreign}"
-    config = model.config.get_text_config(decoder=True)
-    attention = config._attn_implementation
-    if attention not in ("sdpa", "eager"):
-        return f"the attention implementation {attention!r} does not accept sequence lengths"
-    other = _other_attention(model, config)
-    if other is not None:
-        return f"some layers have their own config, with the attention implementation {other!r}"
+    attention = _attention(model)
+    if len(attention) > 1:
+        return f"its layers have different attention implementations: {', '.join(attention)}"
+    if attention[0] not in ("sdpa", "eager"):
+        return f"the attention implementation {attention[0]!r} does not accept sequence lengths"
     if torch.is_autocast_enabled(model.device.type):
         return "autocast caches copies of the weights and frees them when it ends"
     name = str(getattr(mode, "value", mode))
@@ -194,11 +192,19 @@ def refuses_call(
     return None
 
 
-def _other_attention(model: nn.Module, config: Any) -> str | None:
-    """The attention implementation in a part's own config of the same class, if it differs from this config's."""
-    configs = {id(own): own for module in modules_of(model) if (own := module.__dict__.get("config")) is not None}
-    names = (own._attn_implementation for own in configs.values() if type(own) is type(config))
-    return next((str(name) for name in names if name != config._attn_implementation), None)
+def _attention(model: Any) -> list[str]:
+    """The attention implementations in the configs of the model's layers; usually, all layers have the same config.
+
+    In some releases, a vision-language model's own config has outdated copies of the configs of its parts.
+    """
+    text = model.config.get_text_config(decoder=True)
+    names, last = set(), None
+    for module in modules_of(model):
+        config = module.__dict__.get("config")
+        if config is not last and type(config) is type(text):
+            last = config
+            names.add(config._attn_implementation)
+    return sorted(names - {None}) or [text._attn_implementation]
 
 
 _RETURNED = ("output_hidden_states", "output_attentions")

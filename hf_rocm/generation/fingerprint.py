@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -55,19 +56,20 @@ def fingerprint(model: nn.Module, watches: Watches) -> Fingerprint:
 
 
 class _Configs:
-    """Adds the configs of modules to the facts: the identity of each, and the settings of each one once."""
+    """Adds the configs of modules to the facts: which modules have the same one, and the settings of each one once."""
 
     def __init__(self, facts: list[Hashable], kept: list[object]) -> None:
         self._facts, self._kept = facts, kept
-        self._seen: set[int] = set()
+        # The id of a config → its number.
+        self._numbers: dict[int, int] = {}
 
     def add(self, config: Any) -> None:
-        self._facts.append(id(config))
-        if id(config) not in self._seen:
-            self._kept.append(config)
-            self._facts.append(_settings(config))
-            # The settings of a config contain those of the configs in it.
-            self._seen |= {id(config), *map(id, getattr(config, "__dict__", {}).values())}
+        if id(config) in self._numbers:
+            self._facts.append(self._numbers[id(config)])
+            return
+        self._numbers[id(config)] = len(self._numbers)
+        self._kept.append(config)
+        self._facts.append(_settings(config, self._kept))
 
 
 # Attributes that are handled separately, and attributes that don't affect a step.
@@ -187,16 +189,24 @@ def _place(tensor: Tensor) -> Hashable:
     return _identity(tensor), type(tensor), getattr(tensor, "_version", 0), pointer
 
 
-def _settings(config: Any) -> Hashable:
-    """Every plain value of a config and of its nested configs, such as the attention implementation or a softcap."""
+def _settings(config: Any, kept: list[object], containers: tuple[int, ...] = ()) -> Hashable:
+    """Every plain value of a config and of its nested configs, such as the attention implementation or a softcap.
+
+    containers: the ids of the objects that it is in.
+    """
     if isinstance(config, _PLAIN):
         return config
+    if isinstance(config, (nn.Module, Tensor, type, Enum)):
+        return _fact(config, kept)
+    if id(config) in containers:
+        return "contains itself", containers.index(id(config))
+    containers = (*containers, id(config))
     if isinstance(config, (list, tuple)):
-        return tuple(_settings(item) for item in config)
+        return tuple(_settings(item, kept, containers) for item in config)
     inner = config if isinstance(config, dict) else getattr(config, "__dict__", None)
     if inner is None:
         return type(config).__qualname__
-    return tuple((str(name), _settings(value)) for name, value in inner.items())
+    return tuple((str(name), _settings(value, kept, containers)) for name, value in inner.items())
 
 
 def surroundings() -> tuple[Hashable, ...]:
@@ -229,11 +239,11 @@ class Writes:
 
 
 def _writes_to(model: nn.Module) -> int:
-    tensors = (
-        tensor
-        for module in modules_of(model)
-        for held in (module._parameters, module._buffers)
-        for tensor in held.values()
-        if tensor is not None and not tensor.is_inference()
-    )
-    return sum(tensor._version for tensor in tensors)
+    count = 0
+    for module in modules_of(model):
+        own = module.__dict__
+        for tensors in (own["_parameters"], own["_buffers"]):
+            for tensor in tensors.values():
+                if tensor is not None and not tensor.is_inference():
+                    count += tensor._version
+    return count

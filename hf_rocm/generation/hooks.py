@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_rocm import options
 from hf_rocm.errors import GraphError
@@ -35,6 +36,7 @@ from hf_rocm.generation.encoder_decoder import EncoderDecoderDecodeCache, mask_o
 from hf_rocm.generation.hybrid import RECURRENT, HybridDecodeCache
 from hf_rocm.generation.methods import put_before, take_away
 from hf_rocm.generation.model_state import may_examine_early
+from hf_rocm.generation.rank_consensus import Agreement
 from hf_rocm.generation.rewind import Attempt, Rewind, last_alarm
 from hf_rocm.generation.runner import Runner
 from hf_rocm.generation.state import SETTINGS, State, known, refusal, release, state_of
@@ -138,6 +140,7 @@ def _prepare_cache_for_generation(
     )
     if isinstance(cache, EncoderDecoderDecodeCache):
         cache.begin(mask, additive=self.config.get_text_config(decoder=True)._attn_implementation == "eager")
+    cache.hooks = RemovableHandle.next_id
     if drafts:
         cache.drafts = generation_config.prompt_lookup_num_tokens or 0
     if rounds is not None:
@@ -162,6 +165,8 @@ def _served(
         reason = reason or rounds.refuses(generation_config)
     elif getattr(generation_config, "is_assistant", False):
         reason = reason or "the model that it drafts for is not prepared, or runs uncaptured in this call"
+    if not Agreement(self).all(reason is None):
+        reason = reason or "another rank runs this call uncaptured"
     windows = reason or decide.windows(self)
     if rounds is not None and not isinstance(windows, str):
         windows = rounds.refuses_windows(windows) or windows

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
+from hf_rocm.generation.decide import refuses_tools
 from hf_rocm.generation.fingerprint import Fingerprint, Writes, fingerprint
 from hf_rocm.generation.methods import set_by_others
+from hf_rocm.generation.rank_consensus import Agreement
 from hf_rocm.generation.state import State
 from hf_rocm.generation.user_cache import observers
 from hf_rocm.generation.watch import last_watches_of
@@ -28,15 +29,14 @@ class ModelState(NamedTuple):
     """A model between the prompt and the first step of a call.
 
     watch: the functions that are compared before every step. forward: the forward that is set on the model itself, or
-    None. hooks: how many hooks this process had registered. switches: `State.switches`. writes: the writes to weights
-    since then, or since the last comparison. number: the number of the fingerprint, which the first step assigns.
+    None. switches: `State.switches`. writes: the writes to weights since then, or since the last comparison. number:
+    the number of the fingerprint, which the first step assigns.
     """
 
     fingerprint: Fingerprint
     model: Any
     watch: Watch
     forward: Any
-    hooks: int
     switches: int
     writes: Writes
     number: int = -1
@@ -53,7 +53,20 @@ def examine(model: Any, state: State) -> ModelState:
     watches = last_watches_of(model)
     forward = model.__dict__.get("forward")
     writes, found = Writes(model), fingerprint(model, watches)
-    return ModelState(found, model, watches.step, forward, RemovableHandle.next_id, state.switches, writes)
+    return ModelState(found, model, watches.step, forward, state.switches, writes)
+
+
+def refuses_start(start: ModelState, state: State, ranks: Agreement, recordings: int) -> str | None:
+    """Return why the steps of a call run uncaptured, or None. If one rank has a reason, all ranks return one.
+
+    recordings: the number of recordings of the cache.
+    """
+    if not ranks.same(start.number, recordings):
+        # Start over on all ranks, so that their counts are equal from here on.
+        state.start_over()
+        return "the models are in different states on different ranks"
+    reason = refuses_tools()
+    return None if ranks.all(reason is None) else reason or "on another rank, a tool observes the call"
 
 
 def may_examine_early(model: Any, input_ids: Tensor, arguments: Mapping[str, Any]) -> bool:

@@ -24,7 +24,7 @@ from hf_rocm.generation.cache import DecodeCache
 from hf_rocm.generation.cache_layer import reorder
 from hf_rocm.generation.decide import refuses_hooks
 from hf_rocm.generation.inputs import begin
-from hf_rocm.generation.model_state import ModelState, examine
+from hf_rocm.generation.model_state import ModelState, examine, refuses_start
 from hf_rocm.generation.rank_consensus import Agreement
 from hf_rocm.generation.recorded_draw import RecordedDraw, probabilities_of
 from hf_rocm.generation.recorded_step import Recorded, RecordedStep, drop_oldest
@@ -70,7 +70,7 @@ class Runner:
         self._experts: str | None = None
         self._switches = 0
         # How many hooks this process had registered when the modules were last examined.
-        self._hooks = 0
+        self._hooks = cache.hooks
         self._ranks: Agreement
         # Whether every step of this call runs uncaptured.
         self._uncaptured = False
@@ -246,14 +246,13 @@ class Runner:
         if start is None or start.model is not model or start.switches != self._state.switches:
             start = examine(model, self._state)
         start = start._replace(number=self._state.number_of(start.fingerprint, probable=self._probable))
-        self._start, self._model, self._hooks = start, model, start.hooks
+        self._start, self._model = start, model
         self._ranks = Agreement(model)
         self.cache.reorderer = WeakMethod(self._reorder)
-        self._uncaptured = not self._ranks.same(start.number, len(self.cache.recordings))
-        if self._uncaptured:
-            # Start over on all ranks, so that their counts are equal from here on.
-            self._state.start_over()
-            self._state.turn_away("the models are in different states on different ranks")
+        reason = refuses_start(start, self._state, self._ranks, len(self.cache.recordings))
+        self._uncaptured = reason is not None
+        if reason is not None:
+            self._state.turn_away(reason)
         return None if self._uncaptured else start
 
     def _follow_switches(self, model: Any) -> None:

@@ -58,11 +58,13 @@ def save_quantized(model: nn.Module, folder: str | PathLike[str], **arguments: A
             hint='model.save_pretrained writes an ordinary checkpoint; quantize(..., exclude=["experts"]) leaves the '
             "experts as they are",
         )
-    schemes = {json.dumps(_scheme(layer, [])): (path, layer.extra_repr()) for path, layer in reversed(linears)}
-    if len(schemes) > 1:
+    kinds: dict[str, str] = {}
+    for path, layer in linears:
+        kinds.setdefault(json.dumps(_scheme(layer, [])["config_groups"]["group_0"]["weights"]), path)
+    if len(kinds) > 1:
         raise OptionError(
             "save_quantized writes no checkpoint whose layers have different kinds of weights",
-            facts=dict(schemes.values()),
+            facts={path: kind for kind, path in kinds.items()},
             hint="model.save_pretrained writes an ordinary checkpoint",
         )
     if arguments.get("state_dict") is not None:

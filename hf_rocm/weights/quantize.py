@@ -24,9 +24,10 @@ from hf_rocm.layers.weight_group import SLOT, names_in
 from hf_rocm.weights.encoding import QuantizedWeight, encodings
 from hf_rocm.weights.kinds import import_all
 from hf_rocm.weights.preshuffle import unshuffle
+from hf_rocm.weights.put_back import put_back_all
 from hf_rocm.weights.quantize_plan import Group, plan
 from hf_rocm.weights.quantized import REPORT as REPORT
-from hf_rocm.weights.quantized import QuantizedLinear, Replacement, group_layers, put_back, replace, replacements
+from hf_rocm.weights.quantized import QuantizedLinear, Replacement, group_layers, replace, replacements
 from hf_rocm.weights.quantized import layers as layers
 from hf_rocm.weights.stored_linear import EncodedLinear, StoredLayer
 
@@ -116,10 +117,7 @@ def dequantize(model: ModelT) -> ModelT:
     require_module(model, "dequantize")
     stored = any(isinstance(module, (StoredLayer, EncodedLinear)) for module in model.modules())
     replace(model, lambda module: module.ordinary())
-    for module in list(model.modules()):
-        for name, child in list(module._modules.items()):
-            if isinstance(child, StoredLayer):
-                put_back(module, name, child.ordinary())
+    put_back_all(model, StoredLayer, lambda layer: layer.ordinary())
     if stored:
         _forget_format(model)
     return model

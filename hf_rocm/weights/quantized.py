@@ -25,12 +25,10 @@ from hf_rocm.overlay import bind
 from hf_rocm.weights.eligible import refusal
 from hf_rocm.weights.encoding import QuantizedWeight
 from hf_rocm.weights.fuse import fuse
+from hf_rocm.weights.put_back import put_back, put_back_all
 
 # The key of the report in the model's __dict__. The report consists of plain builtins, and `explain` reads it.
 REPORT = "_hf_rocm_quantization"
-# The attributes of a module with the hooks of its forward, and with their options.
-_HOOKS: tuple[str, ...] = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-_HOOKS += ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
 
 _log = logging.getLogger("hf_rocm")
 
@@ -236,7 +234,7 @@ class Quantized(WeightGroup):
         for name in names_in(module):
             child = module._modules.get(name)
             if isinstance(child, QuantizedLinear):
-                put_back(module, name, child.original())
+                put_back(module, name, child.original(), name)
         module.__dict__.pop(SLOT, None)
 
     @classmethod
@@ -317,10 +315,8 @@ def group_layers(module: nn.Module, names: tuple[str, ...]) -> None:
 
 def replace(model: nn.Module, replacement: Callable[[Replacement], nn.Module]) -> None:
     """Replace the quantised modules, fuse the resulting groups, and unfreeze the parameters that were frozen."""
+    put_back_all(model, Replacement, replacement)
     for module in model.modules():
-        for name, child in list(module._modules.items()):
-            if isinstance(child, Replacement):
-                put_back(module, name, replacement(child))
         if isinstance(module.__dict__.get(SLOT), Quantized):
             names = names_in(module)
             del module.__dict__[SLOT]
@@ -329,24 +325,12 @@ def replace(model: nn.Module, replacement: Callable[[Replacement], nn.Module]) -
     # Parts of the model may have been quantised in calls of their own.
     for module in model.modules():
         report = module.__dict__.pop(REPORT, None) or {}
-        parameters = dict(module.named_parameters())
-        for name in report.get("froze", ()):
+        frozen = report.get("froze", ())
+        parameters = dict(module.named_parameters()) if frozen else {}
+        for name in frozen:
             if name in parameters:
                 with torch.inference_mode(parameters[name].is_inference()):
                     parameters[name].requires_grad_()
-
-
-def put_back(parent: nn.Module, name: str, module: nn.Module) -> None:
-    """Replace a child by the module that it replaced, or by an ordinary one, with the child's mode and hooks."""
-    child: Any = parent._modules[name]
-    module.train(child.training)
-    for hooks in _HOOKS:
-        # These are the same dicts, so that the handles remain valid.
-        if child.__dict__.get(hooks):
-            module.__dict__[hooks] = child.__dict__[hooks]
-    if "forward" in child.__dict__:
-        _log.warning("the forward that was set on %s is gone, because the layer is no longer quantised", name)
-    parent._modules[name] = module
 
 
 def replacements(model: nn.Module) -> list[tuple[str, Replacement]]:

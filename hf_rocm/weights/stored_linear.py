@@ -70,7 +70,20 @@ class StoredLayer(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Tensor], prefix: str, *rest: Any) -> None:
         names = {prefix + name: prefix + _attribute(name) for name in self.infos}
-        super()._load_from_state_dict({names.get(name, name): state_dict[name] for name in state_dict}, prefix, *rest)
+        given = {names.get(name, name): state_dict[name] for name in state_dict}
+        error_msgs: list[str] = rest[-1]
+        for name in self.infos:
+            value = state_dict.get(prefix + name)
+            dtype = self.stored_dtype(name)
+            if value is not None and dtype not in (None, value.dtype):
+                error_msgs.append(f"dtype mismatch for {prefix}{name}: {value.dtype} given, {dtype} expected")
+                del given[names[prefix + name]]
+        super()._load_from_state_dict(given, prefix, *rest)
+
+    def stored_dtype(self, name: str) -> torch.dtype | None:
+        """The dtype of a tensor with encoded numbers, or None for scales and other tensors, which are cast."""
+        dtype = self.infos[name].dtype if name in self.infos and name in self.format.bulk else None
+        return None if dtype in SCALES else dtype
 
     def ordinary(self) -> nn.Module:
         """Return the ordinary layer with the dequantised weight in the layer's dtype."""
@@ -190,8 +203,7 @@ class EncodedLinear(QuantizedLinear):
         return shapes if self.bias is None else {**shapes, "bias": (self.out_features,)}
 
     def _dtype(self, name: str) -> torch.dtype | None:
-        dtype = self.stored.infos[name].dtype if name in self.stored.format.bulk else None
-        return None if dtype in SCALES else dtype
+        return self.stored.stored_dtype(name)
 
     @torch.no_grad()
     def _take(self, values: Mapping[str, Tensor]) -> None:

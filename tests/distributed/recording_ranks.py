@@ -9,11 +9,14 @@ import json
 import os
 import sys
 import traceback
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
 import transformers
 from torch.distributed import destroy_process_group
+from torch.nn.modules.module import register_module_forward_hook
+from torch.overrides import TorchFunctionMode
 
 import hf_rocm
 from hf_rocm.errors import GraphError
@@ -156,6 +159,41 @@ def all_ranks_stop_if_one_has_another_model(checkpoint):
     assert state.replayed > before
 
 
+class Observer(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def all_ranks_run_uncaptured_if_one_is_observed(checkpoint):
+    """By a hook on a module, a hook for all modules, or a mode."""
+    model = load(checkpoint)
+    expected = generate(model)
+    replayed = known(model).replayed
+    count = lambda *_: None  # noqa: E731
+    observers = (
+        lambda: removed(model.model.layers[0].mlp.register_forward_hook(count)),
+        lambda: removed(register_module_forward_hook(count)),
+        Observer,
+    )
+    for observer in observers:
+        with observer() if RANK == 1 else nullcontext():
+            assert generate(model) == expected
+    state = known(model)
+    assert state.replayed == replayed and state.disabled is None
+    assert ("another rank runs this call uncaptured" in state.turned_away) is (RANK == 0), state.turned_away
+    assert sum(state.turned_away.values()) == 3, state.turned_away
+    assert generate(model) == expected and state.replayed > replayed
+
+
+@contextmanager
+def removed(handle):
+    """Remove a hook at the end."""
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
 def destroying_another_group_keeps_the_recordings(checkpoint):
     # Release the caches of earlier checks.
     graph_teardown.release()
@@ -207,6 +245,7 @@ CHECKS = (
     all_ranks_stop_if_one_cannot_record,
     all_ranks_stop_if_one_replays_something_else,
     all_ranks_stop_if_one_has_another_model,
+    all_ranks_run_uncaptured_if_one_is_observed,
     destroying_another_group_keeps_the_recordings,
     recordings_are_emptied_before_their_group_is_destroyed,
 )

@@ -242,7 +242,17 @@ class TestUndone:
         layer = model.model.layers[0].mlp.down_proj
         layer.forward = lambda x: x
         undo(model)
-        assert "the forward that was set on down_proj is gone" in caplog.text
+        assert "the forward that was set on model.layers.0.mlp.down_proj is gone" in caplog.text
+
+    @UNDO
+    def test_a_layer_in_several_places_stays_one_layer(self, undo):
+        model = quantized(keep="cpu")
+        attention = model.model.layers[0].self_attn
+        attention.v_proj = attention.k_proj
+        handle = attention.k_proj.register_forward_hook(lambda *_: None)
+        undo(model)
+        assert attention.v_proj is attention.k_proj and len(attention.k_proj._forward_hooks) == 1
+        handle.remove()
 
     @UNDO
     def test_parts_that_were_quantised_alone_are_unfrozen(self, undo):

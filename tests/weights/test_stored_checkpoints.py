@@ -234,6 +234,10 @@ def test_weights_of_another_dtype_are_not_loaded(tmp_path, case):
     ):
         model.load_state_dict(reference.state_dict(), strict=False)
     assert state_bytes(model) == before
+    hf_rocm.restore(model)
+    with pytest.raises(RuntimeError, match="dtype mismatch"):
+        model.load_state_dict(reference.state_dict(), strict=False)
+    assert state_bytes(model) == before
 
 
 @pytest.mark.parametrize(

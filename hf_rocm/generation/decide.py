@@ -198,9 +198,9 @@ def _attention(model: Any) -> list[str]:
     In some releases, a vision-language model's own config has outdated copies of the configs of its parts.
     """
     text = model.config.get_text_config(decoder=True)
-    names, last = set(), None
+    names, last = set[Any](), None
     for module in modules_of(model):
-        config = module.__dict__.get("config")
+        config: Any = module.__dict__.get("config")
         if config is not last and type(config) is type(text):
             last = config
             names.add(config._attn_implementation)

@@ -284,18 +284,19 @@ def _containing_itself():
 
 
 @pytest.mark.parametrize(
-    "value",
+    "make_value",
     [
-        SDPBackend.MATH,
-        Kind.ONE,
-        torch.eye(3).to_sparse(),
-        _containing_itself(),
+        lambda: SDPBackend.MATH,
+        lambda: Kind.ONE,
+        lambda: torch.eye(3).to_sparse(),
+        _containing_itself,
     ],
     ids=["a pybind11 enum", "an enum", "a sparse tensor", "a list that contains itself"],
 )
 @pytest.mark.parametrize("name", ["extra", "config"])
-def test_any_attribute_is_compared(name, value, pair):
+def test_any_attribute_is_compared(name, make_value, pair):
     prepared, stock = pair(graphs=None)
+    value = make_value()
     if name == "config":
         value = SimpleNamespace(value=value, model=prepared, kind=Kind)
         value.itself = value

@@ -45,31 +45,27 @@ def fingerprint(model: nn.Module, watches: Watches) -> Fingerprint:
     kept: list[object] = [options.current(), watches.call]
     facts: list[Hashable] = [id(kept[0]), *map(id, watches.call.expected), torch.is_autocast_enabled()]
     facts += [torch.is_grad_enabled(), *surroundings()]
-    configs = _Configs(facts, kept)
+    numbers: dict[int, int] = {}
     for module in modules_of(model):
         if "config" in module.__dict__:
-            configs.add(module.__dict__["config"])
+            _add_config(module.__dict__["config"], numbers, facts, kept)
         kept.append(type(module))
         facts += (_identity(module), id(type(module)))
         _add_attributes(module, facts, kept)
     return Fingerprint(tuple(facts), tuple(kept))
 
 
-class _Configs:
-    """Adds the configs of modules to the facts: which modules have the same one, and the settings of each one once."""
+def _add_config(config: Any, numbers: dict[int, int], facts: list[Hashable], kept: list[object]) -> None:
+    """Add which config a module has, and the config's settings the first time.
 
-    def __init__(self, facts: list[Hashable], kept: list[object]) -> None:
-        self._facts, self._kept = facts, kept
-        # The id of a config → its number.
-        self._numbers: dict[int, int] = {}
-
-    def add(self, config: Any) -> None:
-        if id(config) in self._numbers:
-            self._facts.append(self._numbers[id(config)])
-            return
-        self._numbers[id(config)] = len(self._numbers)
-        self._kept.append(config)
-        self._facts.append(_settings(config, self._kept))
+    numbers: the id of a config → its number. An equal copy of a model's only config changes nothing.
+    """
+    if id(config) in numbers:
+        facts.append(numbers[id(config)])
+        return
+    numbers[id(config)] = len(numbers)
+    kept.append(config)
+    facts.append(_settings(config, kept))
 
 
 # Attributes that are handled separately, and attributes that don't affect a step.

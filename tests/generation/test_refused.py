@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from enum import Enum
+from functools import partial
 from types import MethodType, SimpleNamespace
 
 import pytest
@@ -203,6 +204,22 @@ def test_tools_that_observe_all_calls_see_every_step(tool, reason, pair):
     assert counted(prepared)[1] > replayed
 
 
+class AfterTokens:
+    """A logits processor that calls a function after this number of tokens."""
+
+    def __init__(self, tokens, function):
+        self.length, self.function = prompt()["input_ids"].shape[1] + tokens, function
+
+    def __call__(self, ids, scores):
+        if ids.shape[1] == self.length:
+            self.result = self.function()
+        return scores
+
+
+def doubled(module, _, output):
+    return output * 2 if type(module).__name__ == "LlamaMLP" else None
+
+
 @pytest.mark.parametrize("token", [0, 1, 5, 8])
 def test_a_hook_for_all_modules_that_is_registered_during_a_call_runs_in_the_next_step(token, pair):
     prepared, stock = pair(graphs=None)
@@ -210,16 +227,9 @@ def test_a_hook_for_all_modules_that_is_registered_during_a_call_runs_in_the_nex
         generate(prepared)
     results = []
     for model in (prepared, stock):
-        handles = []
-
-        def register(ids, scores, handles=handles):
-            if ids.shape[1] == prompt()["input_ids"].shape[1] + token:
-                hook = lambda module, _, output: output * 2 if type(module).__name__ == "LlamaMLP" else None  # noqa: E731
-                handles.append(register_module_forward_hook(hook))
-            return scores
-
+        register = AfterTokens(token, lambda: register_module_forward_hook(doubled))
         results.append(generate(model, logits_processor=[register]))
-        handles[0].remove()
+        register.result.remove()
     assert torch.equal(*results) and not torch.equal(results[0], generate(stock))
     assert any("for all modules" in reason for reason in known(prepared).turned_away)
 
@@ -242,11 +252,8 @@ def test_a_hook_on_a_module_that_is_registered_after_the_prompt_runs_in_the_next
     for model in (prepared, stock):
         calls = []
 
-        def register(ids, scores, model=model, calls=calls):
-            if ids.shape[1] == prompt()["input_ids"].shape[1] + token:
-                model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
-            return scores
-
+        mlp, count = model.model.layers[0].mlp, lambda *_, calls=calls: calls.append(1)
+        register = AfterTokens(token, partial(mlp.register_forward_hook, count))
         generate(model, logits_processor=[register])
         counts.append(len(calls))
     assert counts[0] == counts[1] > 0
